@@ -1,0 +1,250 @@
+"""Attention, and the statistics of it that eviction policies read. The one seam where a kernel may replace the reference.
+
+No matrix of all queries by all keys is ever held: the prefill runs over blocks of queries and recomputes nothing, so its
+memory is linear in the prompt. Logits, softmax and statistics are float32 whatever the dtype of the cache.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+EMPTY = -1
+"""Position of a cache slot that holds no token, and of a query that is padding."""
+
+# Finite, so that a padded query (which sees nothing) gives the mean of V instead of NaN; its output is never used.
+_MASKED = -1e30
+_QUERY_BLOCK = 128
+_MAX_KEY_PREFIXES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class StatsRequest:
+    """Which attention statistics a policy needs; nothing else is computed.
+
+    Attributes:
+      mass: attention mass that each slot received from all queries so far, per query head.
+      last: attention of the most recent query, per query head.
+      windows: for each width w in it, the attention mass of the w most recent queries is summed per query head.
+      rows: number of most recent queries whose attention, averaged over all heads and layers, is kept row by row (it
+        gives the paper's entropy signal); 0 for none.
+    """
+
+    mass: bool = False
+    last: bool = False
+    windows: tuple[int, ...] = ()
+    rows: int = 0
+
+    def __or__(self, other: "StatsRequest") -> "StatsRequest":
+        """The union of two requests."""
+        return StatsRequest(
+            self.mass or other.mass,
+            self.last or other.last,
+            tuple(sorted({*self.windows, *other.windows})),
+            max(self.rows, other.rows),
+        )
+
+    @property
+    def tail(self) -> int:
+        """How many of the last queries of a prompt are looked at one by one."""
+        return max(*self.windows, self.rows, int(self.last), 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Attention statistics of one layer (or, stacked, of all). A field that was not requested is None.
+
+    Attributes:
+      mass: f32[B, N, S], sum over queries of the attention probability.
+      last: f32[B, N, S], probabilities of the most recent query.
+      windows: width w -> f32[B, N, S], sum over the most recent w queries. Exact after a prefill; each later query
+        multiplies it by `1 - 1/w` and adds its own, since per-head rows of the window would cost as much as the cache.
+    """
+
+    mass: Array | None = None
+    last: Array | None = None
+    windows: dict[int, Array] = dataclasses.field(default_factory=dict)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Keys and values of one layer. `k`, `v`: [B or 1, K, S, H]; a leading 1 is shared by the whole batch."""
+
+    k: Array
+    v: Array
+
+
+def visible(query_position: Array, key_position: Array, sliding_window: int | None) -> Array:
+    """Which query sees which slot: filled, not in the future, and inside the sliding window if there is one.
+
+    Args:
+      query_position: int32[..., T]. key_position: int32[..., S], `EMPTY` where the slot holds nothing.
+      sliding_window: number of most recent positions seen, the query's own included, or None.
+
+    Returns:
+      bool[..., T, S].
+    """
+    q, k = query_position[..., :, None], key_position[..., None, :]
+    seen = (k >= 0) & (k <= q)
+    if sliding_window is not None:
+        seen &= k > q - sliding_window
+    return seen
+
+
+def _logits(q: Array, k: Array) -> Array:
+    """q [B,T,K,G,H] . k [B or 1,K,S,H] -> f32[B,K,G,T,S], scaled."""
+    scale = 1.0 / math.sqrt(q.shape[-1])
+    if k.shape[0] == 1 and q.shape[0] > 1:
+        # One matrix product per key/value head for the whole batch: the shared keys are read once.
+        out = jnp.einsum("btkgh,ksh->bkgts", q, k[0], preferred_element_type=jnp.float32)
+    else:
+        out = jnp.einsum("btkgh,bksh->bkgts", q, k, preferred_element_type=jnp.float32)
+    return out * scale
+
+
+def _mix(probs: Array, v: Array) -> Array:
+    """probs f32[B,K,G,T,S], v [B or 1,K,S,H] -> f32[B,T,K,G,H]."""
+    probs = probs.astype(v.dtype)
+    if v.shape[0] == 1 and probs.shape[0] > 1:
+        return jnp.einsum("bkgts,ksh->btkgh", probs, v[0], preferred_element_type=jnp.float32)
+    return jnp.einsum("bkgts,bksh->btkgh", probs, v, preferred_element_type=jnp.float32)
+
+
+def attend(
+    q: Array, segments: Sequence[Segment], query_position: Array, key_position: Array, sliding_window: int | None = None
+) -> tuple[Array, Array]:
+    """Attention of few queries over a cache made of one or more segments.
+
+    Args:
+      q: [B, T, N, H], rotated. Query head n belongs to key/value head n // G.
+      segments: keys and values; their slots are concatenated in order, S in all.
+      query_position: int32[B, T]. key_position: int32[B, K, S], `EMPTY` where nothing is visible.
+      sliding_window: see `visible`.
+
+    Returns:
+      Output [B, T, N, H] in the dtype of q, and the probabilities f32[B, N, T, S].
+    """
+    b, t, n, h = q.shape
+    kv_heads = key_position.shape[1]
+    grouped = q.reshape(b, t, kv_heads, n // kv_heads, h)
+    logits = jnp.concatenate([_logits(grouped, s.k) for s in segments], axis=-1)
+    seen = visible(query_position[:, None], key_position, sliding_window)
+    probs = jax.nn.softmax(jnp.where(seen[:, :, None], logits, _MASKED), axis=-1)
+    out, start = jnp.zeros((b, t, kv_heads, n // kv_heads, h), jnp.float32), 0
+    for segment in segments:
+        stop = start + segment.k.shape[2]
+        out += _mix(probs[..., start:stop], segment.v)
+        start = stop
+    return out.reshape(b, t, n, h).astype(q.dtype), probs.reshape(b, n, t, start)
+
+
+def attend_prompt(
+    q: Array, k: Array, v: Array, position: Array, request: StatsRequest, sliding_window: int | None = None
+) -> tuple[Array, Stats, Array | None]:
+    """Causal attention of a whole prompt over itself, block of queries by block of queries.
+
+    Args:
+      q: [B, T, N, H]. k, v: [B, K, T, H]. Slot t holds token t.
+      position: int32[B, T], 0, 1, 2, ... and `EMPTY` for padding (on the right).
+      request: the statistics to compute. sliding_window: see `visible`.
+
+    Returns:
+      Output [B, T, N, H] in the dtype of q; statistics over the T slots; and, if `request.rows`, the rows of the last
+      `rows` queries averaged over this layer's heads, f32[B, rows, T], query at position p in row p % rows.
+    """
+    b, t, n, h = q.shape
+    blocks = math.ceil(t / _QUERY_BLOCK)
+    per_prefix = math.ceil(blocks / _MAX_KEY_PREFIXES)
+    mass = jnp.zeros((b, n, t), jnp.float32)
+    outputs = []
+    # Few key prefixes of static length: most of the causal triangle is skipped and compile time stays bounded.
+    for first in range(0, blocks, per_prefix):
+        start, stop = first * _QUERY_BLOCK, min((first + per_prefix) * _QUERY_BLOCK, t)
+        prefix = Segment(k[:, :, :stop], v[:, :, :stop])
+        key_position = jnp.broadcast_to(position[:, None, :stop], (b, k.shape[1], stop))
+
+        def one_block(carry, block, prefix=prefix, key_position=key_position):
+            q_block, p_block = block
+            out, probs = attend(q_block, [prefix], p_block, key_position, sliding_window)
+            if request.mass:
+                carry = carry + jnp.einsum("bnts,bt->bns", probs, (p_block >= 0).astype(jnp.float32))
+            return carry, out
+
+        partial = jnp.zeros((b, n, stop), jnp.float32)
+        width = min(_QUERY_BLOCK, stop - start)
+        whole = (stop - start) // width
+        inner = start + whole * width
+        xs = (
+            q[:, start:inner].reshape(b, whole, width, n, h).swapaxes(0, 1),
+            position[:, start:inner].reshape(b, whole, width).swapaxes(0, 1),
+        )
+        partial, out = jax.lax.scan(one_block, partial, xs)
+        outputs.append(out.swapaxes(0, 1).reshape(b, inner - start, n, h))
+        if inner < stop:
+            partial, out = one_block(partial, (q[:, inner:stop], position[:, inner:stop]))
+            outputs.append(out)
+        if request.mass:
+            mass = mass.at[:, :, :stop].add(partial)
+    out = jnp.concatenate(outputs, axis=1)
+    last, windows, rows = _tail_statistics(q, k, v, position, request, sliding_window)
+    return out, Stats(mass if request.mass else None, last, windows), rows
+
+
+def _tail_statistics(q, k, v, position, request, sliding_window):
+    """Statistics of the last queries of each prompt: (last, windows, rows), None where not requested."""
+    if not request.tail:
+        return None, {}, None
+    b, t = position.shape
+    length = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)  # [B]
+    # Row r holds the query at position p = length - 1 - ((length - 1 - r) % tail): its ring place is p % tail.
+    tail = request.tail
+    back = (length[:, None] - 1 - jnp.arange(tail, dtype=jnp.int32)[None]) % tail  # [B, tail], 0 = most recent
+    at = length[:, None] - 1 - back
+    query_position = jnp.where(at >= 0, at, EMPTY)
+    index = jnp.maximum(at, 0)
+    q_tail = jnp.take_along_axis(q, index[:, :, None, None], axis=1)
+    key_position = jnp.broadcast_to(position[:, None], (b, k.shape[1], t))
+    _, probs = attend(q_tail, [Segment(k, v)], query_position, key_position, sliding_window)  # [B, N, tail, T]
+    real = query_position >= 0
+
+    def over(count):  # which of the tail's queries are among the last `count`
+        return (real & (back < count)).astype(jnp.float32)
+
+    last = jnp.einsum("bnts,bt->bns", probs, over(1)) if request.last else None
+    windows = {w: jnp.einsum("bnts,bt->bns", probs, over(w)) for w in request.windows}
+    rows = None
+    if request.rows:
+        averaged = jnp.mean(probs, axis=1) * over(request.rows)[..., None]  # [B, tail, T]
+        rows = jax.vmap(lambda ring, r, p: ring.at[p % request.rows].add(r))(
+            jnp.zeros((b, request.rows, t), jnp.float32), averaged, index
+        )
+    return last, windows, rows
+
+
+def accumulate(stats: Stats, probs: Array, filled: Array) -> Stats:
+    """Adds the attention of T new queries to running statistics.
+
+    Args:
+      stats: of one layer, fields [B, N, S]. probs: f32[B, N, T, S] of the new queries, oldest first.
+      filled: bool[B, N, S], slots that held a token before these queries; the others start at 0.
+    """
+
+    def running(old):
+        return jnp.where(filled, old, 0.0)
+
+    t = probs.shape[2]
+    windows = {}
+    for width, old in stats.windows.items():
+        decay = 1.0 - 1.0 / width
+        weights = jnp.asarray([decay ** (t - 1 - i) for i in range(t)], jnp.float32)
+        windows[width] = running(old) * decay**t + jnp.einsum("bnts,t->bns", probs, weights)
+    return Stats(
+        mass=None if stats.mass is None else running(stats.mass) + probs.sum(axis=2),
+        last=None if stats.last is None else probs[:, :, -1],
+        windows=windows,
+    )

@@ -1,0 +1,67 @@
+"""How many tokens may stay, and which: ratio or count -> B_t -> keep-set."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dcache.errors import BudgetError
+
+MINIMUM = 32
+"""B_min of DistillCache: a ratio never asks for fewer tokens than this (an explicit count does)."""
+
+
+def check(budget: float | int) -> float | int:
+    """Returns the budget if it is a ratio in (0, 1] or a positive count, as a Python float or int.
+
+    Raises:
+      BudgetError: otherwise.
+    """
+    if isinstance(budget, bool) or not isinstance(budget, int | float | np.integer | np.floating):
+        raise BudgetError(f"budget is {budget!r}; give a ratio (float in (0, 1]) or a number of tokens (int >= 1).")
+    if isinstance(budget, int | np.integer):
+        if budget < 1:
+            raise BudgetError(f"budget is {budget} tokens; give at least 1, or a ratio (float in (0, 1]).")
+        return int(budget)
+    if not 0.0 < budget <= 1.0:
+        raise BudgetError(f"budget is the ratio {budget}; give a float in (0, 1], or a number of tokens as an int.")
+    return float(budget)
+
+
+def tokens_kept(budget: float | int, seen: int, minimum: int = MINIMUM) -> int:
+    """B_t = max(floor(ratio * seen), minimum), or the count itself; never more than `seen` tokens."""
+    budget = check(budget)
+    wanted = budget if isinstance(budget, int) else max(int(np.floor(budget * seen + 1e-9)), minimum)
+    return min(wanted, seen)
+
+
+def tokens_kept_traced(ratio: Array, seen: Array, minimum: int = MINIMUM) -> Array:
+    """The same for traced values: ratio f32[...], seen int32[...] -> int32[...]. A ratio above 1 is a count."""
+    by_ratio = jnp.maximum(jnp.floor(ratio * seen.astype(jnp.float32) + 1e-4).astype(jnp.int32), minimum)
+    wanted = jnp.where(ratio > 1.0, ratio.astype(jnp.int32), by_ratio)
+    return jnp.minimum(wanted, seen)
+
+
+def keep_top(scores: Array, filled: Array, budget: Array, protected: Array | None = None) -> Array:
+    """The keep-set: the `budget` filled slots of highest score, protected ones before all others.
+
+    Args:
+      scores: f32[..., S], higher = keep, finite on filled slots. filled: bool[..., S]. budget: int32[...].
+      protected: bool[..., S] or None. Of more protected slots than the budget allows, those of highest score stay.
+
+    Returns:
+      bool[..., S] with min(budget, filled slots) true values; ties go to the lower slot.
+    """
+    if protected is not None:
+        # Larger than any score, but still ordered by score among the protected.
+        span = jnp.max(jnp.where(filled, jnp.abs(scores), 0.0), axis=-1, keepdims=True)
+        scores = jnp.where(protected, scores + 2.0 * span + 1.0, scores)
+    lowest = jnp.finfo(jnp.float32).min
+    scores = jnp.where(filled, scores, lowest)
+    descending = -jnp.sort(-scores, axis=-1)
+    last = jnp.clip(budget - 1, 0, scores.shape[-1] - 1)
+    threshold = jnp.take_along_axis(descending, last[..., None], axis=-1)
+    above = scores > threshold
+    ties = (scores == threshold) & filled
+    room = budget[..., None] - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
+    keep = above | (ties & (jnp.cumsum(ties, axis=-1, dtype=jnp.int32) <= room))
+    return keep & filled & (budget[..., None] > 0)

@@ -1,0 +1,290 @@
+"""The fixed-shape masked key/value cache: append, evict by mask (training) or by compaction (inference), account bytes.
+
+A slot is described by one number per layer, sequence and key/value head: the position of its token, or `EMPTY`. Keys keep
+the rotary embedding of their original position for ever, so slots may lie in any order and evicting a token is the same as
+its never having been seen (at unchanged positions).
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dcache.attention import EMPTY, Segment, Stats, StatsRequest
+from dcache.errors import BudgetError
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """One layer of the cache; with a leading L on every field, all layers stacked.
+
+    Attributes:
+      k, v: [B, K, S', H], rotated keys, values. S' are the slots that each sequence owns.
+      position: int32[B, K, S], position of the token in each slot or `EMPTY`. S = P + S', shared prompt slots first.
+      value_norm: f32[B, K, S], L2 norm of each value, kept so that scoring does not read all values.
+      stats: attention statistics over the S slots.
+    """
+
+    k: Array
+    v: Array
+    position: Array
+    value_norm: Array
+    stats: Stats
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys, values and statistics of a batch of sequences.
+
+    Attributes:
+      layers: all layers stacked (a `LayerCache` with leading axis L; scanned), or a tuple of L `LayerCache`s (unrolled;
+        on CPU this avoids one copy of the cache per token).
+      prompt: None, or a `Segment` [L, 1, K, P, H] that all sequences of the batch share: the prompt's keys and values
+        exist once, and each sequence (a student of a rollout) is a mask over them plus its own tail.
+      length: int32[B], tokens seen so far = position of the next token (evicted tokens count).
+      rows: f32[B, W, S] or None: attention rows of the last W queries, averaged over heads and layers; the query at
+        position p lies in row p % W. Only meaningful while all heads and layers share one slot layout.
+      row_entropy: f32[B, W] or None: entropy in nats of each row when its query was processed; 0 for an absent row.
+    """
+
+    layers: "LayerCache | tuple[LayerCache, ...]"
+    prompt: Segment | None
+    length: Array
+    rows: Array | None = None
+    row_entropy: Array | None = None
+
+
+def stacked(cache: Cache) -> LayerCache:
+    """All layers of a cache with a leading axis L, whatever its layout."""
+    if isinstance(cache.layers, tuple):
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *cache.layers)
+    return cache.layers
+
+
+def positions(cache: Cache) -> Array:
+    """int32[L, B, K, S] position of every slot's token, `EMPTY` where there is none."""
+    if isinstance(cache.layers, tuple):
+        return jnp.stack([layer.position for layer in cache.layers])
+    return cache.layers.position
+
+
+def map_layers(function: Callable[[LayerCache], LayerCache], cache: Cache, *others) -> Cache:
+    """Applies `function(layer, *other_l)` to every layer; `others` are arrays with a leading axis L."""
+    if isinstance(cache.layers, tuple):
+        layers = tuple(function(layer, *(o[i] for o in others)) for i, layer in enumerate(cache.layers))
+    else:
+        layers = jax.vmap(function)(cache.layers, *others)
+    return dataclasses.replace(cache, layers=layers)
+
+
+def unstack(cache: Cache) -> Cache:
+    """The same cache as a tuple of layers (see `Cache.layers`)."""
+    if isinstance(cache.layers, tuple):
+        return cache
+    count = cache.layers.position.shape[0]
+    return dataclasses.replace(cache, layers=tuple(jax.tree.map(lambda x, i=i: x[i], cache.layers) for i in range(count)))
+
+
+def from_prompt(
+    k: Array, v: Array, position: Array, stats: Stats, rows: Array | None
+) -> Cache:
+    """The cache that a prefill leaves behind, slot t holding token t.
+
+    Args:
+      k, v: [L, B, K, T, H]. position: int32[B, T], `EMPTY` for padding. stats: fields [L, B, N, T].
+      rows: f32[B, W, T] or None, see `Cache.rows`.
+    """
+    layers, _, heads, _, _ = k.shape
+    full = jnp.broadcast_to(position[None, :, None], (layers, position.shape[0], heads, position.shape[1]))
+    # Padding leaves no trace: attention statistics of empty slots are zero already, their value norms are set so here.
+    norm = jnp.where(full >= 0, jnp.linalg.norm(v.astype(jnp.float32), axis=-1), 0.0)
+    length = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
+    entropy = None if rows is None else row_entropies(rows)
+    return Cache(LayerCache(k, v, full, norm, stats), None, length, rows, entropy)
+
+
+def row_entropies(rows: Array) -> Array:
+    """Entropy in nats of attention rows f32[..., S] that sum to one (or are all zero: entropy 0)."""
+    return -jnp.sum(jnp.where(rows > 0, rows * jnp.log(jnp.where(rows > 0, rows, 1.0)), 0.0), axis=-1)
+
+
+def first_free(position: Array) -> Array:
+    """int32[...]: the first empty slot along the last axis of int32[..., S]."""
+    return jnp.argmax(position < 0, axis=-1).astype(jnp.int32)
+
+
+def append(layer: LayerCache, k: Array, v: Array, position: Array, start: Array) -> LayerCache:
+    """Writes T new tokens into consecutive slots of one layer.
+
+    Args:
+      layer: one layer. k, v: [B, T, K, H] of the new tokens, k rotated. position: int32[B, T].
+      start: int32[B, K], first of the T slots, counted among the slots that the sequence owns.
+
+    Statistics of the new slots are left as they are: `accumulate` clears what was empty.
+    """
+    t = k.shape[1]
+
+    def write(slots, new, at):  # [S', H], [T, H], []
+        return jax.lax.dynamic_update_slice(slots, new, (at, jnp.zeros_like(at)))
+
+    write_all = jax.vmap(jax.vmap(write))
+    new_k = write_all(layer.k, k.swapaxes(1, 2), start)
+    new_v = write_all(layer.v, v.swapaxes(1, 2), start)
+    shared = layer.position.shape[-1] - layer.k.shape[2]
+    slot = jnp.arange(layer.position.shape[-1], dtype=jnp.int32)[None, None] - shared - start[..., None]  # [B, K, S]
+    inside = (slot >= 0) & (slot < t)
+    offset = jnp.clip(slot, 0, t - 1)
+    heads = layer.position.shape[1]
+    spread = jnp.broadcast_to(position[:, None], (position.shape[0], heads, t))
+    new_position = jnp.where(inside, jnp.take_along_axis(spread, offset, axis=-1), layer.position)
+    norm = jnp.linalg.norm(v.astype(jnp.float32), axis=-1).swapaxes(1, 2)  # [B, K, T]
+    new_norm = jnp.where(inside, jnp.take_along_axis(norm, offset, axis=-1), layer.value_norm)
+    return LayerCache(new_k, new_v, new_position, new_norm, layer.stats)
+
+
+def evict(cache: Cache, keep: Array) -> Cache:
+    """Evicts by mask: slots outside `keep` (bool[L, B, K, S]) become empty and are reused by later tokens."""
+
+    def one(layer: LayerCache, keep_l: Array) -> LayerCache:
+        return dataclasses.replace(layer, position=jnp.where(keep_l, layer.position, EMPTY))
+
+    return map_layers(one, cache, keep)
+
+
+def compact(cache: Cache, keep: Array, kept: int, room: int) -> Cache:
+    """Evicts by compaction: gathers the survivors into a smaller cache.
+
+    Args:
+      cache: without a shared prompt. keep: bool[L, B, K, S], at most `kept` of the S per layer, sequence and head.
+      kept: static upper bound of survivors. room: empty slots to add for tokens to come.
+
+    Returns:
+      A cache of `kept + room` slots, survivors in their former order. `rows` survive only if all heads and layers keep
+      the same slots, which the caller states by passing a cache that has them.
+    """
+    if cache.prompt is not None:
+        raise BudgetError("compact was given a cache with a shared prompt; evict by mask there.")
+    slots = keep.shape[-1]
+    if kept > slots:
+        raise BudgetError(f"compact was asked to keep {kept} of {slots} slots; pass kept <= {slots}.")
+    # Survivors first, each group in slot order: a stable sort of a boolean key.
+    order = jnp.argsort(jnp.logical_not(keep), axis=-1, stable=True)[..., :kept]
+    survives = jnp.take_along_axis(keep, order, axis=-1)
+
+    def one(layer: LayerCache, order_l: Array, survives_l: Array) -> LayerCache:
+        def pick(x):  # [B, K, S] -> [B, K, kept + room]
+            return _pad(jnp.where(survives_l, jnp.take_along_axis(x, order_l, axis=-1), 0), room, 0)
+
+        def pick_heads(x):  # [B, N, S], G query heads per key/value head
+            b, n, s = x.shape
+            heads = order_l.shape[1]
+            grouped = x.reshape(b, heads, n // heads, s)
+            taken = jnp.take_along_axis(grouped, order_l[:, :, None], axis=-1) * survives_l[:, :, None]
+            return _pad(taken.reshape(b, n, kept), room, 0)
+
+        taken_position = jnp.where(survives_l, jnp.take_along_axis(layer.position, order_l, axis=-1), EMPTY)
+        return LayerCache(
+            k=_pad(jnp.take_along_axis(layer.k, order_l[..., None], axis=2), room, 0, axis=2),
+            v=_pad(jnp.take_along_axis(layer.v, order_l[..., None], axis=2), room, 0, axis=2),
+            position=_pad(taken_position, room, EMPTY),
+            value_norm=pick(layer.value_norm),
+            stats=jax.tree.map(pick_heads, layer.stats),
+        )
+
+    new = map_layers(one, cache, order, survives)
+    if cache.rows is None:
+        return new
+    # All layers and heads keep the same slots here, so those of the first stand for all.
+    rows = jnp.take_along_axis(cache.rows, order[0, :, :1], axis=-1) * survives[0, :, :1]
+    return dataclasses.replace(new, rows=_pad(rows, room, 0))
+
+
+def _pad(x: Array, room: int, value: int, axis: int = -1) -> Array:
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, room)
+    return jnp.pad(x, widths, constant_values=value)
+
+
+def share_prompt(cache: Cache, students: int, room: int) -> Cache:
+    """Turns the cache of one prompt into `students` sequences that share its keys and values.
+
+    Args:
+      cache: of a single sequence (B = 1), stacked. students: A. room: slots of each student's own tail.
+    """
+    layer = stacked(cache)
+    layers, b, heads, _, width = layer.k.shape
+    if b != 1 or cache.prompt is not None:
+        raise BudgetError(f"share_prompt was given {b} sequences; give one prompt with its own cache.")
+
+    def spread(x, value=0):  # [L, 1, ., P] -> [L, A, ., P + room]
+        return _pad(jnp.broadcast_to(x, (x.shape[0], students, *x.shape[2:])), room, value)
+
+    tail = (layers, students, heads, room, width)
+    own = LayerCache(
+        k=jnp.zeros(tail, layer.k.dtype),
+        v=jnp.zeros(tail, layer.v.dtype),
+        position=spread(layer.position, EMPTY),
+        value_norm=spread(layer.value_norm),
+        stats=jax.tree.map(spread, layer.stats),
+    )
+
+    def repeat(x):
+        return None if x is None else jnp.broadcast_to(x, (students, *x.shape[1:]))
+
+    rows = None if cache.rows is None else _pad(repeat(cache.rows), room, 0)
+    return Cache(own, Segment(layer.k, layer.v), repeat(cache.length), rows, repeat(cache.row_entropy))
+
+
+def nbytes(cache: Cache, *, statistics: bool = False) -> int:
+    """Bytes of keys and values that are allocated; with `statistics`, of everything that the cache holds."""
+    if statistics:
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    layers = cache.layers if isinstance(cache.layers, tuple) else (cache.layers,)
+    own = sum(layer.k.nbytes + layer.v.nbytes for layer in layers)
+    return own + (0 if cache.prompt is None else cache.prompt.k.nbytes + cache.prompt.v.nbytes)
+
+
+def restrict(cache: Cache, request: StatsRequest) -> Cache:
+    """Drops the statistics that `request` does not ask for, so that a decode step does not carry them on."""
+
+    def one(stats: Stats) -> Stats:
+        return Stats(
+            mass=stats.mass if request.mass else None,
+            last=stats.last if request.last else None,
+            windows={w: stats.windows[w] for w in request.windows},
+        )
+
+    if isinstance(cache.layers, tuple):
+        layers = tuple(dataclasses.replace(layer, stats=one(layer.stats)) for layer in cache.layers)
+    else:
+        layers = dataclasses.replace(cache.layers, stats=one(cache.layers.stats))
+    rows = (cache.rows, cache.row_entropy) if request.rows else (None, None)
+    return dataclasses.replace(cache, layers=layers, rows=rows[0], row_entropy=rows[1])
+
+
+def select(cache: Cache, index: Array) -> Cache:
+    """The cache of one sequence of a stacked batch: index int32 scalar -> batch size 1."""
+
+    def pick(x: Array, axis: int) -> Array:
+        return jax.lax.dynamic_slice_in_dim(x, index, 1, axis)
+
+    rest = dataclasses.replace(cache, layers=None, prompt=None)
+    rest = jax.tree.map(lambda x: pick(x, 0), rest)
+    return dataclasses.replace(rest, layers=jax.tree.map(lambda x: pick(x, 1), cache.layers))
+
+
+def grow(cache: Cache, room: int) -> Cache:
+    """Adds `room` empty slots to every sequence of a stacked cache without a shared prompt."""
+    layers = cache.layers
+    grown = LayerCache(
+        k=_pad(layers.k, room, 0, axis=-2),
+        v=_pad(layers.v, room, 0, axis=-2),
+        position=_pad(layers.position, room, EMPTY),
+        value_norm=_pad(layers.value_norm, room, 0),
+        stats=jax.tree.map(lambda x: _pad(x, room, 0), layers.stats),
+    )
+    return dataclasses.replace(cache, layers=grown, rows=None if cache.rows is None else _pad(cache.rows, room, 0))

@@ -1,0 +1,46 @@
+"""Eviction policies, one file each. A file in this folder that defines a `Policy` is registered by its `name`."""
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+from typing import Any
+
+from dcache.errors import ConfigError
+from dcache.policies.base import Policy, Trained
+
+
+def _discover() -> dict[str, type[Policy]]:
+    found = {}
+    for module in pkgutil.iter_modules(__path__):
+        for _, value in inspect.getmembers(importlib.import_module(f"{__name__}.{module.name}"), inspect.isclass):
+            if issubclass(value, Policy) and value is not Policy and value.__module__.startswith(__name__):
+                found[value.name] = value
+    return found
+
+
+REGISTRY: dict[str, type[Policy]] = _discover()
+
+
+def policies() -> dict[str, str]:
+    """Name -> one line, of every policy."""
+    return {name: REGISTRY[name].summary for name in sorted(REGISTRY)}
+
+
+def make(name: str, **settings: Any) -> Policy:
+    """A policy by name, with its own fields as settings.
+
+    Raises:
+      ConfigError: unknown name or setting.
+    """
+    if name not in REGISTRY:
+        raise ConfigError(f"Unknown policy {name!r}; the policies are {', '.join(sorted(REGISTRY))}.")
+    fields = {f.name for f in dataclasses.fields(REGISTRY[name])}
+    unknown = sorted(set(settings) - fields)
+    if unknown:
+        has = f"its settings are {', '.join(sorted(fields))}" if fields else "it has no settings"
+        raise ConfigError(f"Policy {name!r} has no setting {', '.join(unknown)}; {has}.")
+    return REGISTRY[name](**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+
+
+__all__ = ["REGISTRY", "Policy", "Trained", "make", "policies"]

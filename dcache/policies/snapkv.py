@@ -1,0 +1,95 @@
+"""SnapKV: attention from the observation window at the end of the prompt, pooled along the sequence."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dcache.attention import StatsRequest
+from dcache.errors import BudgetError, ConfigError
+from dcache.policies.base import Policy, recent, slot_positions, statistics
+
+DEFAULT_WINDOW = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapKV(Policy):
+    """Mean attention of the last `window` queries, pooled; the window itself always stays. Li et al., arXiv 2404.14469.
+
+    The paper has window 32, kernel 7, max pooling; kvpress has `window=64, kernel=5, pooling="avg"`. Pooling runs per query
+    head and before the mean over the query heads of a key/value head. Average pooling counts places beyond the ends (and
+    the window itself) as zeros, as kvpress does.
+
+    Attributes:
+      window: observation window in tokens; None for `min(32, budget // 4)`, so that it never eats a small budget.
+      kernel: odd width of the pooling. pooling: "max" or "avg".
+    """
+
+    name = "snapkv"
+    summary = "attention from the last queries of the prompt, pooled; that window is kept"
+    paper = "arXiv 2404.14469"
+    granularity = "head"
+
+    window: int | None = None
+    kernel: int = 7
+    pooling: str = "max"
+
+    def __post_init__(self):
+        if self.pooling not in ("max", "avg"):
+            raise ConfigError(f"snapkv: pooling is {self.pooling!r}; use 'max' or 'avg'.")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ConfigError(f"snapkv: kernel is {self.kernel}; use an odd number of tokens.")
+        if self.window is not None and self.window < 1:
+            raise ConfigError(f"snapkv: window is {self.window}; use at least 1, or None for the default.")
+
+    @property
+    def width(self) -> int:
+        """The observation window that is used, in tokens."""
+        return DEFAULT_WINDOW if self.window is None else self.window
+
+    @property
+    def needs(self):
+        """Attention of the window."""
+        return StatsRequest(windows=(self.width,))
+
+    def fit(self, budget):
+        """Fills in the default window; an explicit window must be smaller than the budget."""
+        if self.window is None:
+            return dataclasses.replace(self, window=max(1, min(DEFAULT_WINDOW, budget // 4)))
+        if self.window >= budget:
+            raise BudgetError(
+                f"snapkv always keeps its window of {self.window} tokens, which leaves nothing of a budget of {budget}; "
+                "raise the budget, or give a smaller window."
+            )
+        return self
+
+    def scores(self, params, cache, key):
+        """Pooled window attention."""
+        del params, key
+        window = statistics(cache, lambda stats: stats.windows[self.width])  # [L, B, N, S]
+        l, b, n, s = window.shape
+        position = slot_positions(cache, "head")
+        kv_heads = position.shape[2]
+        outside = ~recent(cache, "head", jnp.full_like(cache.length, self.width)) & (position >= 0)
+        # After decode-time eviction slots are in any order; neighbours are neighbours in position.
+        order = jnp.argsort(jnp.where(position >= 0, position, jnp.iinfo(jnp.int32).max), axis=-1)[:, :, :, None]
+        back = jnp.argsort(order, axis=-1)
+        masked = jnp.where(outside[:, :, :, None], window.reshape(l, b, kv_heads, n // kv_heads, s) / self.width, 0.0)
+        pooled = pool(jnp.take_along_axis(masked, order, axis=-1), self.kernel, self.pooling)
+        return jnp.mean(jnp.take_along_axis(pooled, back, axis=-1), axis=3)
+
+    def protects(self, cache, budget):
+        """The observation window."""
+        del budget
+        return recent(cache, self.granularity, jnp.full_like(cache.length, self.width))
+
+
+def pool(x: Array, kernel: int, pooling: str) -> Array:
+    """Pools non-negative f32[..., S] along its last axis with stride 1; places beyond the ends count as zero."""
+    window = (1,) * (x.ndim - 1) + (kernel,)
+    strides = (1,) * x.ndim
+    side = ((0, 0),) * (x.ndim - 1) + ((kernel // 2, kernel // 2),)
+    if pooling == "max":
+        return jax.lax.reduce_window(x, 0.0, jax.lax.max, window, strides, side)
+    return jax.lax.reduce_window(x, 0.0, jax.lax.add, window, strides, side) / kernel

@@ -1,0 +1,274 @@
+"""Per-token signals: what a policy may know about a cached token, computed from the cache and its attention statistics.
+
+The first five are DistillCache's (arXiv 2608.08878, section 3); the others cost nothing extra. Every signal exists at three
+granularities: "sequence" (one value per token, averaged over heads and layers), "layer" and "head" (key/value head).
+
+| name            | definition |
+|-----------------|------------|
+| `alpha`         | attention mass received, divided by the number of queries that could see the token |
+| `alpha_last`    | the literal reading "from the most recent forward pass": attention of the most recent query |
+| `vnorm`         | L2 norm of the value vector |
+| `sigma`         | variance over query heads of `alpha` |
+| `entropy`       | sum_q a_q(i) H(a_q) / sum_q a_q(i) over the last `ENTROPY_QUERIES` queries, a_q averaged over heads and layers |
+| `pos`           | position divided by the number of tokens seen |
+| `window_mean`   | attention of the last `WINDOW` queries, divided by `WINDOW`, mean over heads |
+| `window_max`    | the same, maximum over heads (and layers) |
+| `last`          | attention of the last query, mean over heads |
+| `key_distinct`  | minus the cosine between the key and the mean unit key of its head (KeyDiff) |
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dcache import cache as kv
+from dcache.attention import StatsRequest
+from dcache.errors import ConfigError
+
+Granularity = Literal["sequence", "layer", "head"]
+GRANULARITIES: tuple[Granularity, ...] = ("sequence", "layer", "head")
+ENTROPY_QUERIES = 64
+WINDOW = 32
+
+# Attention spans many orders of magnitude; its logarithm does not.
+_LOGGED = ("alpha", "alpha_last", "sigma", "window_mean", "window_max", "last")
+_TINY = 1e-8
+
+
+@dataclasses.dataclass(frozen=True)
+class _View:
+    """A cache as the signals read it: all layers stacked."""
+
+    cache: kv.Cache
+    layers: kv.LayerCache  # fields [L, B, ., S]
+    granularity: Granularity
+    layer_reduce: str
+
+    def grouped(self, x: Array) -> Array:
+        """[L, B, N, S] -> [L, B, K, G, S]."""
+        l, b, n, s = x.shape
+        k = self.layers.position.shape[2]
+        return x.reshape(l, b, k, n // k, s)
+
+    def over_layers(self, x: Array) -> Array:
+        return jnp.max(x, axis=0) if self.layer_reduce == "max" else jnp.mean(x, axis=0)
+
+    def mean(self, x: Array) -> Array:
+        """Mean over query heads [L, B, N, S] down to the granularity."""
+        if self.granularity == "sequence":
+            return jnp.mean(x, axis=(0, 2))
+        return jnp.mean(x, axis=2) if self.granularity == "layer" else jnp.mean(self.grouped(x), axis=3)
+
+    def queries(self) -> Array:
+        """f32[L, B, 1 or K, S]: how many queries could see each token (its own included), at least 1."""
+        seen = self.cache.length[None, :, None, None] - self.layers.position
+        return jnp.maximum(seen, 1).astype(jnp.float32)
+
+    def per_query(self, x: Array) -> Array:
+        """Divides [L, B, N, S] by the number of queries that could see each token."""
+        return (self.grouped(x) / self.queries()[:, :, :, None]).reshape(x.shape)
+
+
+def _alpha(view: _View) -> Array:
+    return view.mean(view.per_query(view.layers.stats.mass))
+
+
+def _sigma(view: _View) -> Array:
+    rate = view.per_query(view.layers.stats.mass)
+    if view.granularity == "head":
+        return jnp.var(view.grouped(rate), axis=3)
+    per_layer = jnp.var(rate, axis=2)
+    return per_layer if view.granularity == "layer" else view.over_layers(per_layer)
+
+
+def _vnorm(view: _View) -> Array:
+    norm = view.layers.value_norm
+    if view.granularity == "head":
+        return norm
+    per_layer = jnp.mean(norm, axis=2)
+    return per_layer if view.granularity == "layer" else view.over_layers(per_layer)
+
+
+def _entropy(view: _View) -> Array:
+    rows, entropy = view.cache.rows, view.cache.row_entropy
+    weighted = jnp.einsum("bws,bw->bs", rows, entropy)
+    value = weighted / jnp.maximum(rows.sum(axis=1), 1e-20)
+    return _broadcast(value, view)
+
+
+def _pos(view: _View) -> Array:
+    length = view.cache.length[None, :, None, None].astype(jnp.float32)
+    value = view.layers.position.astype(jnp.float32) / length
+    if view.granularity == "head":
+        return value
+    return value[:, :, 0] if view.granularity == "layer" else value[0, :, 0]
+
+
+def _window_mean(view: _View) -> Array:
+    return view.mean(view.layers.stats.windows[WINDOW]) / WINDOW
+
+
+def _window_max(view: _View) -> Array:
+    window = view.layers.stats.windows[WINDOW] / WINDOW
+    if view.granularity == "head":
+        return jnp.max(view.grouped(window), axis=3)
+    per_layer = jnp.max(window, axis=2)
+    return per_layer if view.granularity == "layer" else jnp.max(per_layer, axis=0)
+
+
+def _last(view: _View) -> Array:
+    return view.mean(view.layers.stats.last)
+
+
+def _key_distinct(view: _View) -> Array:
+    value = -key_similarity(view.cache)
+    if view.granularity == "head":
+        return value
+    return jnp.mean(value, axis=2) if view.granularity == "layer" else jnp.mean(value, axis=(0, 2))
+
+
+def _broadcast(value: Array, view: _View) -> Array:
+    """[B, S] -> the shape of the granularity."""
+    l, b, k, s = view.layers.position.shape
+    if view.granularity == "sequence":
+        return value
+    if view.granularity == "layer":
+        return jnp.broadcast_to(value[None], (l, b, s))
+    return jnp.broadcast_to(value[None, :, None], (l, b, k, s))
+
+
+@dataclasses.dataclass(frozen=True)
+class Signal:
+    """What a signal needs, and how it is computed from a cache."""
+
+    needs: StatsRequest
+    compute: Callable[[_View], Array]
+
+
+SIGNALS: dict[str, Signal] = {
+    "alpha": Signal(StatsRequest(mass=True), _alpha),
+    "alpha_last": Signal(StatsRequest(last=True), _last),
+    "vnorm": Signal(StatsRequest(), _vnorm),
+    "sigma": Signal(StatsRequest(mass=True), _sigma),
+    "entropy": Signal(StatsRequest(rows=ENTROPY_QUERIES), _entropy),
+    "pos": Signal(StatsRequest(), _pos),
+    "window_mean": Signal(StatsRequest(windows=(WINDOW,)), _window_mean),
+    "window_max": Signal(StatsRequest(windows=(WINDOW,)), _window_max),
+    "last": Signal(StatsRequest(last=True), _last),
+    "key_distinct": Signal(StatsRequest(), _key_distinct),
+}
+PAPER_SIGNALS = ("alpha", "vnorm", "sigma", "entropy", "pos")
+EXTENDED_SIGNALS = (*PAPER_SIGNALS, "window_mean", "window_max", "last", "key_distinct")
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises ConfigError if a name is not a signal."""
+    unknown = [n for n in names if n not in SIGNALS]
+    if unknown or not names:
+        raise ConfigError(f"Unknown signals {unknown or '(none given)'}; the signals are {', '.join(SIGNALS)}.")
+
+
+def needs(names: Sequence[str]) -> StatsRequest:
+    """The attention statistics that a list of signals needs."""
+    check_names(names)
+    request = StatsRequest()
+    for name in names:
+        request |= SIGNALS[name].needs
+    return request
+
+
+def key_similarity(cache: kv.Cache) -> Array:
+    """Cosine of each key with the mean of the unit keys of its head, over the filled slots: f32[L, B, K, S].
+
+    KeyDiff, arXiv 2504.15364. Empty slots get 0.
+    """
+
+    def unit(k):
+        k = k.astype(jnp.float32)
+        return k / jnp.maximum(jnp.linalg.norm(k, axis=-1, keepdims=True), 1e-12)
+
+    def one(own: Array, position: Array, prompt: Array | None) -> Array:
+        # The keys of a shared prompt have batch size 1 and are read once for all sequences.
+        parts = [unit(own)] if prompt is None else [unit(prompt), unit(own)]
+        filled = (position >= 0).astype(jnp.float32)
+        total, start, sims = 0.0, 0, []
+        for part in parts:
+            stop = start + part.shape[2]
+            total = total + jnp.sum(filled[..., start:stop, None] * part, axis=2) if part.shape[0] != 1 else (
+                total + jnp.einsum("bks,ksh->bkh", filled[..., start:stop], part[0])
+            )
+            start = stop
+        anchor = total / jnp.maximum(jnp.linalg.norm(total, axis=-1, keepdims=True), 1e-12)
+        for part in parts:
+            if part.shape[0] == 1:
+                sims.append(jnp.einsum("bkh,ksh->bks", anchor, part[0]))
+            else:
+                sims.append(jnp.einsum("bkh,bksh->bks", anchor, part))
+        return jnp.concatenate(sims, axis=-1) * filled
+
+    if isinstance(cache.layers, tuple):
+        prompts = [None] * len(cache.layers) if cache.prompt is None else list(cache.prompt.k)
+        return jnp.stack([one(x.k, x.position, p) for x, p in zip(cache.layers, prompts, strict=True)])
+    if cache.prompt is None:
+        return jax.vmap(lambda k, p: one(k, p, None))(cache.layers.k, cache.layers.position)
+    return jax.vmap(one)(cache.layers.k, cache.layers.position, cache.prompt.k)
+
+
+def _without_keys(cache: kv.Cache) -> kv.LayerCache:
+    """All layers stacked, keys and values left where they are (stacking them would copy the cache)."""
+    if not isinstance(cache.layers, tuple):
+        return cache.layers
+    none = jnp.zeros((), jnp.float32)
+    light = [dataclasses.replace(layer, k=none, v=none) for layer in cache.layers]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *light)
+
+
+def compute(
+    names: Sequence[str], cache: kv.Cache, granularity: Granularity = "sequence", layer_reduce: str = "mean"
+) -> Array:
+    """Raw signals of every slot.
+
+    Args:
+      names: of `SIGNALS`. cache: with the statistics of `needs(names)`.
+      granularity: "sequence", "layer" or "head".
+      layer_reduce: "mean" or "max": how `vnorm` and `sigma` are reduced over layers (the paper does not say).
+
+    Returns:
+      f32[B, S, F], f32[L, B, S, F] or f32[L, B, K, S, F], F signals in the order of `names`. Empty slots hold anything.
+    """
+    check_names(names)
+    view = _View(cache, _without_keys(cache), granularity, layer_reduce)
+    return jnp.stack([SIGNALS[name].compute(view) for name in names], axis=-1)
+
+
+def filled(cache: kv.Cache, granularity: Granularity = "sequence") -> Array:
+    """bool[B, S], [L, B, S] or [L, B, K, S]: which slots hold a token."""
+    mask = kv.positions(cache) >= 0
+    if granularity == "head":
+        return mask
+    return mask[:, :, 0] if granularity == "layer" else mask[0, :, 0]
+
+
+def standardise(names: Sequence[str], raw: Array, mask: Array, *, logs: bool = True) -> Array:
+    """Features of a policy: zero mean and unit variance over the filled slots, 0 in empty ones.
+
+    Args:
+      raw: f32[..., S, F]. mask: bool[..., S]. logs: take the logarithm of signals that are attention masses first.
+
+    Returns:
+      f32[..., S, F]. Defined for any number of filled slots: a constant signal becomes 0.
+    """
+    if logs:
+        is_logged = jnp.asarray([n in _LOGGED for n in names])
+        shape = (1,) * (raw.ndim - 1) + (len(names),)
+        raw = jnp.where(is_logged.reshape(shape), jnp.log(jnp.maximum(raw, 0.0) + _TINY), raw)
+    weight = mask[..., None].astype(jnp.float32)
+    count = jnp.maximum(weight.sum(axis=-2, keepdims=True), 1.0)
+    mean = jnp.sum(raw * weight, axis=-2, keepdims=True) / count
+    centred = (raw - mean) * weight
+    deviation = jnp.sqrt(jnp.sum(centred**2, axis=-2, keepdims=True) / count)
+    return jnp.where(deviation > 1e-6 * jnp.maximum(jnp.abs(mean), 1e-6), centred / jnp.maximum(deviation, 1e-12), 0.0)
