@@ -91,7 +91,7 @@ def gguf_dir(path: str | os.PathLike[str]) -> pathlib.Path:
     try:
         status = source.stat()
     except OSError as error:
-        raise LoadError(f"{source} cannot be read ({error.strerror}); check the path.") from error
+        raise LoadError(f"{source} cannot be read ({error.strerror}); check the path and its permissions.") from error
     identity = f"{source}|{status.st_size}|{status.st_mtime_ns}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:12]
 
@@ -232,8 +232,8 @@ def _open(source: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         reader = gguf.GGUFReader(source)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
-    except FileNotFoundError as error:
-        raise LoadError(f"{source} does not exist; check the path.") from error
+    except OSError as error:
+        raise LoadError(f"{source} cannot be read ({error.strerror}); check the path and its permissions.") from error
     except Exception as error:  # The reader trusts its file: a damaged one fails in any way.
         raise LoadError(f"{source} is no complete GGUF file ({error}); it is damaged, fetch it again.") from error
     return metadata, {tensor.name: tensor for tensor in reader.tensors}

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcache.config import PRESETS, ModelConfig
-from dcache.convert import default_model_dir, gguf_dir
+from dcache.convert import cache_dir, default_model_dir, gguf_dir
 from dcache.errors import ConfigError, DcacheError, LoadError
 from dcache.model import init_params, param_specs
 from dcache.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -76,6 +76,15 @@ def load(name: str | os.PathLike[str], dtype: str = "float32") -> LanguageModel:
         config = dataclasses.replace(PRESETS["tiny"], dtype=dtype)
         return LanguageModel(config, init_params(jax.random.key(0), config), ByteTokenizer(), name)
     directory = find_directory(name)
+    try:
+        return _read(name, directory, dtype)
+    except LoadError as error:
+        if directory.parent != cache_dir():
+            raise
+        raise LoadError(f"{error} Or delete {directory}: it is made anew by the next load.") from error
+
+
+def _read(name: str, directory: pathlib.Path, dtype: str) -> LanguageModel:
     config = read_config(directory, dtype)
     tokenizer = load_tokenizer(directory)
     if tokenizer.vocab_size > config.vocab_size:
@@ -97,7 +106,7 @@ def find_directory(name: str) -> pathlib.Path:
     if name in PRESETS:
         raise LoadError(f"The preset {name!r} has no weights of its own; load {_HUB_IDS[name]!r} or a local directory.")
     path = pathlib.Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return path
     if path.suffix.lower() == ".gguf":
         return gguf_dir(path)

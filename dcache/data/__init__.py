@@ -1,0 +1,1 @@
+"""Text, hidden facts, prompts and the training benchmarks."""

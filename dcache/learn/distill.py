@@ -1,0 +1,182 @@
+"""DistillCache's learning: REINFORCE on the negative KL between the full-cache model and students with sampled keep-sets.
+
+Althoubi, arXiv 2608.08878. Where the paper is silent or contradicts itself the choice is a field of `DistillConfig`.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from dcache import cache as kv
+from dcache import model, subset
+from dcache.config import ModelConfig
+from dcache.errors import ConfigError
+from dcache.learn import policy_gradient as pg
+from dcache.policies.distillcache import DistillCache
+from dcache.rollout import Decisions, check_schedule, sample_students, teacher_log_probs
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillConfig:
+    """Everything that the learning rule depends on. Defaults are the paper's where it gives a value.
+
+    Attributes:
+      steps: updates, one prompt each. horizon: T, continuation tokens. evict_every: tokens between evictions (the paper:
+        1); 0 evicts once, after the prefill.
+      samples: K, keep-sets drawn per prompt; at least 2 use the leave-one-out baseline, 1 uses the moving average.
+      ratios: budget ratios; one is drawn per step. minimum: B_min.
+      law: keep-set distribution, see `dcache.subset`.
+      gamma: discount per token. entropy_bonus: beta. entropy_form: "score" adds the centred, detached surprise per kept
+        token to the return (the score-function gradient of the entropy); "direct" differentiates the surprise itself, as
+        the paper writes it (zero mean: pure noise).
+      baseline_decay: decay of the moving average of the return. standardise: divide advantages by their standard deviation.
+      learning_rate, warmup_steps, final_rate: linear warm-up, then cosine to `final_rate` times the peak.
+      weight_decay, clip_norm: of AdamW and of the gradient.
+    """
+
+    steps: int = 10_000
+    horizon: int = 64
+    evict_every: int = 1
+    samples: int = 8
+    ratios: tuple[float, ...] = (0.5, 0.25, 0.125)
+    minimum: int = 32
+    law: subset.Law = "plackett_luce"
+    gamma: float = 0.99
+    entropy_bonus: float = 0.01
+    entropy_form: str = "score"
+    baseline_decay: float = 0.95
+    standardise: bool = False
+    learning_rate: float = 3e-4
+    warmup_steps: int = 500
+    final_rate: float = 0.0
+    weight_decay: float = 1e-4
+    clip_norm: float = 1.0
+
+    def __post_init__(self):
+        subset.check_law(self.law)
+        check_schedule(self.horizon, self.evict_every)
+        if self.samples < 1:
+            raise ConfigError(f"samples is {self.samples}; draw at least 1 keep-set per prompt.")
+        if not self.ratios or not all(0.0 < r <= 1.0 for r in self.ratios):
+            raise ConfigError(f"ratios are {self.ratios}; give one or more budget ratios in (0, 1].")
+        if self.entropy_form not in ("score", "direct"):
+            raise ConfigError(f"entropy_form is {self.entropy_form!r}; use 'score' or 'direct'.")
+        if not 0 <= self.warmup_steps < self.steps:
+            raise ConfigError(f"warmup_steps is {self.warmup_steps} of {self.steps} steps; warm up for fewer than all.")
+
+    @property
+    def every(self) -> int:
+        """Tokens between two decisions, the horizon if there is only one."""
+        return self.evict_every or self.horizon
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that changes during training, one pytree, donated from step to step.
+
+    Attributes:
+      params: policy weights. opt_state: of the optimiser. step: int32 scalar, updates done = position in the data.
+      baseline: f32 scalar, moving average of the return of the first decision.
+    """
+
+    params: Any
+    opt_state: Any
+    step: Array
+    baseline: Array
+
+
+def optimiser(config: DistillConfig) -> optax.GradientTransformation:
+    """Clipping, then AdamW with warm-up and cosine decay."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0 if config.warmup_steps else config.learning_rate,
+        peak_value=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        decay_steps=config.steps,
+        end_value=config.learning_rate * config.final_rate,
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm), optax.adamw(schedule, weight_decay=config.weight_decay)
+    )
+
+
+def init_state(key: Array, policy: DistillCache, config: DistillConfig) -> TrainState:
+    """A fresh state: weights from `key`, step 0."""
+    params = policy.init(key)
+    return TrainState(params, optimiser(config).init(params), jnp.int32(0), jnp.float32(0.0))
+
+
+def decision_log_probs(policy: DistillCache, params: Any, rolled: Decisions, law: subset.Law, most: int) -> Array:
+    """Log-probability of every decision under the policy's current weights: f32[A, D], differentiable in `params`."""
+    scores = policy.scores_of(params, rolled.features)  # [D, A, S]
+    per_sample = jax.vmap(lambda s, o, f, b: subset.log_prob(law, s, o, f, b, most))
+    return jax.vmap(per_sample)(scores, rolled.order, rolled.filled, rolled.budget).T
+
+
+def advantages(rolled: Decisions, log_probs: Array, baseline: Array, config: DistillConfig) -> tuple[Array, Array]:
+    """Advantages f32[A, D] and returns f32[A, D] of sampled students. `log_probs` f32[A, D] are used as constants."""
+    returns = pg.discounted_returns(-rolled.kl, config.gamma, config.every)
+    value = returns
+    if config.entropy_form == "score":
+        surprise = -jax.lax.stop_gradient(log_probs) / rolled.budget.T.astype(jnp.float32)
+        value = value + config.entropy_bonus * surprise
+    value = pg.leave_one_out(value) if config.samples > 1 else value - baseline
+    if config.standardise:
+        value = value / jnp.maximum(jnp.std(value, axis=0, keepdims=True), 1e-6)
+    return value, returns
+
+
+def train_step(
+    state: TrainState, params: model.Params, cache: kv.Cache, continuation: Array, key: Array, *,
+    model_config: ModelConfig, policy: DistillCache, config: DistillConfig, most: int,
+) -> tuple[TrainState, dict[str, Array]]:  # fmt: skip
+    """One update on one prompt.
+
+    Args:
+      state: donated. params: the frozen language model, stacked. cache: of the prompt (B = 1), full.
+      continuation: int32[T]. key: random key of the run; the step is folded in.
+      most: static upper bound of the budgets.
+
+    Returns:
+      The new state and metrics (f32 scalars): reward, kl, ratio, surprise (-log pi per kept token), grad_norm, baseline.
+    """
+    key_ratio, key_sample = jax.random.split(jax.random.fold_in(key, state.step))
+    ratio = jax.random.choice(key_ratio, jnp.asarray(config.ratios, jnp.float32))
+    teacher = teacher_log_probs(params, model_config, cache, continuation)
+    rolled = sample_students(
+        params, model_config, policy, state.params, cache, continuation, teacher, ratio, key_sample,
+        samples=config.samples, evict_every=config.evict_every, law=config.law, minimum=config.minimum, most=most,
+    )  # fmt: skip
+
+    def loss_of(policy_params):
+        log_probs = decision_log_probs(policy, policy_params, rolled, config.law, most)
+        advantage, returns = advantages(rolled, log_probs, state.baseline, config)
+        loss = pg.reinforce_loss(log_probs, advantage)
+        if config.entropy_form == "direct":
+            loss = loss + config.entropy_bonus * jnp.mean(jnp.sum(log_probs, axis=1))
+        return loss, (log_probs, returns)
+
+    grads, (log_probs, returns) = jax.grad(loss_of, has_aux=True)(state.params)
+    updates, opt_state = optimiser(config).update(grads, state.opt_state, state.params)
+    mean_return = jnp.mean(returns[:, 0])
+    decay = jnp.where(state.step == 0, 0.0, config.baseline_decay)
+    new = TrainState(
+        params=optax.apply_updates(state.params, updates),
+        opt_state=opt_state,
+        step=state.step + 1,
+        baseline=decay * state.baseline + (1.0 - decay) * mean_return,
+    )
+    metrics = {
+        "reward": -jnp.mean(rolled.kl),
+        "kl": jnp.mean(rolled.kl),
+        "kl_deviation": jnp.std(jnp.mean(rolled.kl, axis=1)),
+        "ratio": ratio,
+        "surprise": jnp.mean(-log_probs / rolled.budget.T.astype(jnp.float32)),
+        "grad_norm": optax.global_norm(grads),
+        "baseline": new.baseline,
+    }
+    return new, metrics

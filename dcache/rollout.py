@@ -1,0 +1,183 @@
+"""Teacher and student passes over one trajectory.
+
+The teacher never evicts. A student evicts after the prefill and every `evict_every` tokens; both are fed the same tokens.
+Between two evictions a student's keep-set is fixed, so those tokens are fed in one chunk: for K samples and `evict_every` e
+one forward pass over K * e rows, not e passes over K rows. The prompt's keys and values exist once (`Cache.prompt`).
+
+What acts when (method note 1.2.11): the first generated token comes from the unpruned prompt, so the decision taken before
+continuation token t is fed first shows in the distribution after token t.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dcache import budget as budgets
+from dcache import cache as kv
+from dcache import model, signals, subset
+from dcache.attention import StatsRequest
+from dcache.config import ModelConfig
+from dcache.errors import ConfigError
+from dcache.policies.base import Policy, keep_set, spread
+
+
+def check_schedule(horizon: int, evict_every: int) -> int:
+    """Number of decisions over a horizon (tokens): 1 + one per `evict_every` tokens before the last chunk.
+
+    Raises:
+      ConfigError: the horizon is not a multiple of `evict_every`.
+    """
+    if horizon < 1 or evict_every < 0:
+        raise ConfigError(f"horizon is {horizon} and evict_every {evict_every}; give horizon >= 1 and evict_every >= 0.")
+    if evict_every == 0:
+        return 1
+    if horizon % evict_every:
+        raise ConfigError(f"A horizon of {horizon} tokens is not a multiple of evict_every = {evict_every}; change either.")
+    return horizon // evict_every
+
+
+def greedy_continuation(
+    params: model.Params, config: ModelConfig, first: Array, cache: kv.Cache, horizon: int
+) -> Array:
+    """The teacher's own greedy continuation.
+
+    Args:
+      params: unrolled (`model.unstack`) if the cache is. first: int32[B], the token that the prompt's logits choose.
+      cache: full, with at least `horizon - 1` empty slots.
+
+    Returns:
+      int32[B, horizon], `first` included.
+    """
+
+    def step(carry, _):
+        token, cache = carry
+        hidden, cache = model.extend(params, config, token[:, None], cache)
+        new = jnp.argmax(model.unembed(params, hidden[:, 0], config), axis=-1).astype(jnp.int32)
+        return (new, cache), token
+
+    (last, _), tokens = jax.lax.scan(step, (first, cache), None, length=horizon - 1)
+    return jnp.concatenate([tokens, last[None]], axis=0).T
+
+
+def teacher_log_probs(params: model.Params, config: ModelConfig, cache: kv.Cache, continuation: Array) -> Array:
+    """Log-probabilities of the full-cache model after each continuation token.
+
+    Args:
+      cache: of one prompt (B = 1), stacked, nothing evicted. continuation: int32[T].
+
+    Returns:
+      f32[T, V].
+    """
+    bare = kv.restrict(cache, StatsRequest())
+    hidden, _ = model.extend(
+        params, config, continuation[None], kv.share_prompt(bare, 1, continuation.shape[0]), jnp.int32(0)
+    )
+    return jax.nn.log_softmax(model.unembed(params, hidden[0], config))
+
+
+def kl_divergence(teacher: Array, student: Array) -> Array:
+    """KL(teacher || student) in nats of log-probabilities f32[..., V] -> f32[...]."""
+    return jnp.sum(jnp.exp(teacher) * (teacher - student), axis=-1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Decisions:
+    """What a learner needs of D successive evictions of A students.
+
+    Attributes:
+      features: f32[D, A, S, F] (or with [L, ...] or [L, K, ...] after A for finer granularities: see `distill`).
+      order: int32[D, A, S], draws. filled: bool[D, A, S], slots that could be kept. budget: int32[D, A].
+      kl: f32[A, T], nats, after each continuation token.
+    """
+
+    features: Array
+    order: Array
+    filled: Array
+    budget: Array
+    kl: Array
+
+
+def sample_students(
+    params: model.Params, config: ModelConfig, policy: Any, policy_params: Any, cache: kv.Cache, continuation: Array,
+    teacher: Array, ratio: Array, key: Array, *, samples: int, evict_every: int, law: subset.Law, minimum: int, most: int,
+) -> Decisions:  # fmt: skip
+    """Runs A students with sampled keep-sets over one trajectory.
+
+    Args:
+      params: stacked. policy: a sequence-level learned policy (`features`, `scores_of`), with its weights.
+      cache: of one prompt (B = 1), stacked, full, with the statistics that the policy needs.
+      continuation: int32[T], fed to all. teacher: f32[T, V], see `teacher_log_probs`.
+      ratio: f32 scalar, the budget ratio r. key: random key.
+      samples: A. evict_every: 0 for once after the prefill. law: keep-set distribution. minimum: B_min.
+      most: static upper bound of all budgets.
+    """
+    horizon = continuation.shape[0]
+    decisions = check_schedule(horizon, evict_every)
+    chunk = horizon // decisions
+    students = kv.share_prompt(cache, samples, horizon)
+    tokens = continuation.reshape(decisions, chunk)
+    teacher = teacher.reshape(decisions, chunk, -1)
+
+    def decide(students: kv.Cache, xs):
+        tokens_d, teacher_d, key_d, index = xs
+        with jax.named_scope("policy"):
+            features = policy.features(students)
+            scores = policy.scores_of(policy_params, features)
+            filled = signals.filled(students)
+            budget = budgets.tokens_kept_traced(ratio, students.length, minimum)
+            keys = jax.random.split(key_d, samples)
+            order = jax.vmap(lambda k, s, f, b: subset.sample(law, k, s, f, b, most))(keys, scores, filled, budget)
+            keep = jax.vmap(subset.kept)(order, filled, budget)
+            students = kv.evict(students, spread(keep, students, "sequence"))
+        fed = jnp.broadcast_to(tokens_d[None], (samples, chunk))
+        hidden, students = model.extend(params, config, fed, students, index * chunk)
+        log_q = jax.nn.log_softmax(model.unembed(params, hidden, config))
+        kl = kl_divergence(teacher_d[None], log_q)
+        return students, (features, order, filled, budget, kl)
+
+    xs = (tokens, teacher, jax.random.split(key, decisions), jnp.arange(decisions, dtype=jnp.int32))
+    _, (features, order, filled, budget, kl) = jax.lax.scan(decide, students, xs)
+    return Decisions(features, order, filled, budget, kl.swapaxes(0, 1).reshape(samples, horizon))
+
+
+def follow(
+    params: model.Params, config: ModelConfig, policy: Policy, policy_params: Any, cache: kv.Cache, continuation: Array,
+    budget: Array, key: Array, *, evict_every: int, minimum: int = budgets.MINIMUM,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Follows one trajectory under a policy's own (noiseless) keep-sets, for one or more budgets at once.
+
+    Args:
+      params: stacked. cache: of one prompt (B = 1), stacked, full, with at least the statistics that the policy needs.
+      continuation: int32[T]. budget: f32[A], ratios in (0, 1], or counts above 1.
+      evict_every: 0 for once after the prefill.
+
+    Returns:
+      Log-probabilities f32[A, T, V] after each continuation token, and the first keep-set bool[L, A, K, S] over the
+      prompt's S slots.
+    """
+    horizon, arms = continuation.shape[0], budget.shape[0]
+    decisions = check_schedule(horizon, evict_every)
+    chunk = horizon // decisions
+    students = kv.share_prompt(kv.restrict(cache, policy.needs), arms, horizon)
+
+    def decide(students: kv.Cache, xs):
+        tokens_d, key_d, index = xs
+        allowed = budgets.tokens_kept_traced(budget, students.length, minimum)
+        keep = keep_set(policy, policy_params, students, allowed, key_d)
+        students = kv.evict(students, keep)
+        fed = jnp.broadcast_to(tokens_d[None], (arms, chunk))
+        hidden, students = model.extend(params, config, fed, students, index * chunk)
+        return students, (jax.nn.log_softmax(model.unembed(params, hidden, config)), keep)
+
+    xs = (
+        continuation.reshape(decisions, chunk),
+        jax.random.split(key, decisions),
+        jnp.arange(decisions, dtype=jnp.int32),
+    )
+    _, (log_q, keep) = jax.lax.scan(decide, students, xs)
+    slots = kv.positions(cache).shape[-1]
+    return log_q.swapaxes(0, 1).reshape(arms, horizon, -1), keep[0][..., :slots]
