@@ -39,17 +39,63 @@ def check_schedule(horizon: int, evict_every: int) -> int:
     return horizon // evict_every
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Trajectories:
+    """A batch of prompts as the teacher sees them.
+
+    Attributes:
+      cache: of B prompts, stacked, full, with statistics.
+      continuation: int32[B, T], the tokens that teacher and students are fed after the prompt.
+      weight: f32[B, T], 1 where the distribution after that token counts, 0 from the end of the text on.
+    """
+
+    cache: kv.Cache
+    continuation: Array
+    weight: Array
+
+
+def teach(
+    params: model.Params, decode_params: model.Params, config: ModelConfig, tokens: Array, length: Array, given: Array,
+    given_length: Array, own: Array, stop: Array, request: StatsRequest, *, decode: bool,
+) -> Trajectories:  # fmt: skip
+    """Reads prompts and fixes the text that follows each: given, or the teacher's own greedy continuation.
+
+    Args:
+      params: stacked. decode_params: the same weights in the layout for decoding (see `model.unstack`).
+      tokens: int32[B, S], padded on the right. length: int32[B].
+      given: int32[B, T], padded. given_length: int32[B], its real tokens. own: bool[B], ignore `given` and continue greedily.
+      stop: int32[E], token ids that end a text. request: statistics of the cache. decode: static; False if no `own` is set.
+    """
+    hidden, cache = model.prefill(params, config, tokens, length, request)
+    horizon = given.shape[1]
+    weight = (jnp.arange(horizon)[None] < given_length[:, None]).astype(jnp.float32)
+    if not decode:
+        return Trajectories(cache, given, weight)
+    first = jnp.argmax(model.last_logits(params, config, hidden, length), axis=-1).astype(jnp.int32)
+    room = kv.grow(kv.restrict(cache, StatsRequest()), horizon)
+    if isinstance(decode_params["layers"], tuple):
+        room = kv.unstack(room)
+    greedy = greedy_continuation(decode_params, config, first, room, horizon)
+    ended = jnp.cumsum(jnp.any(greedy[..., None] == stop[None, None], axis=-1), axis=1, dtype=jnp.int32) > 0
+    return Trajectories(
+        cache,
+        jnp.where(own[:, None], greedy, given),
+        jnp.where(own[:, None], 1.0 - ended.astype(jnp.float32), weight),
+    )
+
+
 def greedy_continuation(
     params: model.Params, config: ModelConfig, first: Array, cache: kv.Cache, horizon: int
 ) -> Array:
-    """The teacher's own greedy continuation.
+    """Greedy tokens of every sequence of a cache from which nothing more is evicted.
 
     Args:
       params: unrolled (`model.unstack`) if the cache is. first: int32[B], the token that the prompt's logits choose.
-      cache: full, with at least `horizon - 1` empty slots.
+      cache: with at least `horizon - 1` empty slots.
 
     Returns:
-      int32[B, horizon], `first` included.
+      int32[B, horizon], `first` included. Decoding does not stop at an end-of-text token.
     """
 
     def step(carry, _):

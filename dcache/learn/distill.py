@@ -17,7 +17,7 @@ from dcache.config import ModelConfig
 from dcache.errors import ConfigError
 from dcache.learn import policy_gradient as pg
 from dcache.policies.distillcache import DistillCache
-from dcache.rollout import Decisions, check_schedule, sample_students, teacher_log_probs
+from dcache.rollout import Decisions, Trajectories, check_schedule, sample_students, teacher_log_probs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,9 +117,14 @@ def decision_log_probs(policy: DistillCache, params: Any, rolled: Decisions, law
     return jax.vmap(per_sample)(scores, rolled.order, rolled.filled, rolled.budget).T
 
 
-def advantages(rolled: Decisions, log_probs: Array, baseline: Array, config: DistillConfig) -> tuple[Array, Array]:
-    """Advantages f32[A, D] and returns f32[A, D] of sampled students. `log_probs` f32[A, D] are used as constants."""
-    returns = pg.discounted_returns(-rolled.kl, config.gamma, config.every)
+def advantages(
+    rolled: Decisions, weight: Array, log_probs: Array, baseline: Array, config: DistillConfig
+) -> tuple[Array, Array]:
+    """Advantages f32[A, D] and returns f32[A, D] of sampled students.
+
+    `weight` f32[T] is 0 where a token's reward does not count; `log_probs` f32[A, D] are used as constants.
+    """
+    returns = pg.discounted_returns(-rolled.kl * weight[None], config.gamma, config.every)
     value = returns
     if config.entropy_form == "score":
         surprise = -jax.lax.stop_gradient(log_probs) / rolled.budget.T.astype(jnp.float32)
@@ -131,21 +136,23 @@ def advantages(rolled: Decisions, log_probs: Array, baseline: Array, config: Dis
 
 
 def train_step(
-    state: TrainState, params: model.Params, cache: kv.Cache, continuation: Array, key: Array, *,
+    state: TrainState, params: model.Params, trajectories: Trajectories, index: Array, key: Array, *,
     model_config: ModelConfig, policy: DistillCache, config: DistillConfig, most: int,
 ) -> tuple[TrainState, dict[str, Array]]:  # fmt: skip
     """One update on one prompt.
 
     Args:
-      state: donated. params: the frozen language model, stacked. cache: of the prompt (B = 1), full.
-      continuation: int32[T]. key: random key of the run; the step is folded in.
+      state: donated. params: the frozen language model, stacked. trajectories: of a batch of prompts.
+      index: int32 scalar, which of them. key: random key of the run; the step is folded in.
       most: static upper bound of the budgets.
 
     Returns:
-      The new state and metrics (f32 scalars): reward, kl, ratio, surprise (-log pi per kept token), grad_norm, baseline.
+      The new state and metrics (f32 scalars): reward (mean return), kl and its deviation over samples, ratio, surprise (-log pi per kept token), grad_norm, baseline.
     """
     key_ratio, key_sample = jax.random.split(jax.random.fold_in(key, state.step))
     ratio = jax.random.choice(key_ratio, jnp.asarray(config.ratios, jnp.float32))
+    cache = kv.select(trajectories.cache, index)
+    continuation, weight = trajectories.continuation[index], trajectories.weight[index]
     teacher = teacher_log_probs(params, model_config, cache, continuation)
     rolled = sample_students(
         params, model_config, policy, state.params, cache, continuation, teacher, ratio, key_sample,
@@ -154,7 +161,7 @@ def train_step(
 
     def loss_of(policy_params):
         log_probs = decision_log_probs(policy, policy_params, rolled, config.law, most)
-        advantage, returns = advantages(rolled, log_probs, state.baseline, config)
+        advantage, returns = advantages(rolled, weight, log_probs, state.baseline, config)
         loss = pg.reinforce_loss(log_probs, advantage)
         if config.entropy_form == "direct":
             loss = loss + config.entropy_bonus * jnp.mean(jnp.sum(log_probs, axis=1))
@@ -163,6 +170,7 @@ def train_step(
     grads, (log_probs, returns) = jax.grad(loss_of, has_aux=True)(state.params)
     updates, opt_state = optimiser(config).update(grads, state.opt_state, state.params)
     mean_return = jnp.mean(returns[:, 0])
+    kl = jnp.sum(rolled.kl * weight[None], axis=1) / jnp.maximum(jnp.sum(weight), 1.0)  # [A], mean over counted tokens
     decay = jnp.where(state.step == 0, 0.0, config.baseline_decay)
     new = TrainState(
         params=optax.apply_updates(state.params, updates),
@@ -171,9 +179,9 @@ def train_step(
         baseline=decay * state.baseline + (1.0 - decay) * mean_return,
     )
     metrics = {
-        "reward": -jnp.mean(rolled.kl),
-        "kl": jnp.mean(rolled.kl),
-        "kl_deviation": jnp.std(jnp.mean(rolled.kl, axis=1)),
+        "reward": mean_return,
+        "kl": jnp.mean(kl),
+        "kl_deviation": jnp.std(kl),
         "ratio": ratio,
         "surprise": jnp.mean(-log_probs / rolled.budget.T.astype(jnp.float32)),
         "grad_norm": optax.global_norm(grads),

@@ -11,7 +11,7 @@ from dcache import budget as budgets
 from dcache import cache as kv
 from dcache import signals
 from dcache.attention import Stats, StatsRequest
-from dcache.errors import BudgetError
+from dcache.errors import BudgetError, ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +77,14 @@ class Policy:
         return self
 
 
+def check_granularity(policy: Policy) -> None:
+    """Raises ConfigError if a policy's granularity is unknown."""
+    if policy.granularity not in signals.GRANULARITIES:
+        raise ConfigError(
+            f"{policy.name}: granularity is {policy.granularity!r}; use one of {', '.join(signals.GRANULARITIES)}."
+        )
+
+
 def shaped(x: Array, granularity: str) -> Array:
     """[B] -> the shape that broadcasts against scores without their last axis: [B], [1, B] or [1, B, 1]."""
     if granularity == "sequence":
@@ -117,6 +125,13 @@ def keep_set(policy: Policy, params: Any, cache: kv.Cache, budget: Array, key: A
     allowed = jnp.broadcast_to(shaped(allowed, policy.granularity), mask.shape[:-1])
     keep = budgets.keep_top(scores, mask, allowed, policy.protects(cache, budget))
     return spread(keep, cache, policy.granularity)
+
+
+def averaged(scores: Array, granularity: str) -> Array:
+    """Per-head scores f32[L, B, K, S] averaged down to a granularity."""
+    if granularity == "sequence":
+        return jnp.mean(scores, axis=(0, 2))
+    return jnp.mean(scores, axis=2) if granularity == "layer" else scores
 
 
 def per_kv_head(x: Array, cache: kv.Cache) -> Array:

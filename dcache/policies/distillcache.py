@@ -10,7 +10,7 @@ from jax import Array
 
 from dcache import signals as signal_lib
 from dcache.errors import ConfigError
-from dcache.policies.base import Policy
+from dcache.policies.base import Policy, check_granularity
 
 
 class ScoreNet(nn.Module):
@@ -54,10 +54,7 @@ class DistillCache(Policy):
 
     def __post_init__(self):
         signal_lib.check_names(self.signals)
-        if self.granularity not in signal_lib.GRANULARITIES:
-            raise ConfigError(
-                f"distillcache: granularity is {self.granularity!r}; use one of {', '.join(signal_lib.GRANULARITIES)}."
-            )
+        check_granularity(self)
         if self.granularity != "sequence" and "entropy" in self.signals:
             raise ConfigError(
                 "distillcache: the signal 'entropy' is defined for granularity 'sequence' only, since its attention rows "

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 
 from dcache.attention import StatsRequest
 from dcache.errors import ConfigError
-from dcache.policies.base import Policy, per_kv_head, recent, statistics
+from dcache.policies.base import Policy, averaged, check_granularity, per_kv_head, recent, statistics
+from dcache.signals import Granularity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,16 +19,18 @@ class H2O(Policy):
 
     Attributes:
       recent_share: share of the budget that goes to the most recent tokens.
+      granularity: "head", or "layer" or "sequence" to average the scores over heads (and layers).
     """
 
     name = "h2o"
     summary = "attention accumulated over all queries, half of the budget for recent tokens"
     paper = "arXiv 2306.14048"
-    granularity = "head"
 
     recent_share: float = 0.5
+    granularity: Granularity = "head"  # type: ignore[misc]
 
     def __post_init__(self):
+        check_granularity(self)
         if not 0.0 <= self.recent_share <= 1.0:
             raise ConfigError(f"h2o: recent_share is {self.recent_share}; give a share in [0, 1].")
 
@@ -39,7 +42,7 @@ class H2O(Policy):
     def scores(self, params, cache, key):
         """Accumulated attention mass."""
         del params, key
-        return per_kv_head(statistics(cache, lambda stats: stats.mass), cache)
+        return averaged(per_kv_head(statistics(cache, lambda stats: stats.mass), cache), self.granularity)
 
     def protects(self, cache, budget):
         """The most recent `recent_share` of the budget."""

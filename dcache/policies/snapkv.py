@@ -8,7 +8,8 @@ from jax import Array
 
 from dcache.attention import StatsRequest
 from dcache.errors import BudgetError, ConfigError
-from dcache.policies.base import Policy, recent, slot_positions, statistics
+from dcache.policies.base import Policy, averaged, check_granularity, recent, slot_positions, statistics
+from dcache.signals import Granularity
 
 DEFAULT_WINDOW = 32
 
@@ -24,18 +25,20 @@ class SnapKV(Policy):
     Attributes:
       window: observation window in tokens; None for `min(32, budget // 4)`, so that it never eats a small budget.
       kernel: odd width of the pooling. pooling: "max" or "avg".
+      granularity: "head", or "layer" or "sequence" to average the scores over heads (and layers).
     """
 
     name = "snapkv"
     summary = "attention from the last queries of the prompt, pooled; that window is kept"
     paper = "arXiv 2404.14469"
-    granularity = "head"
 
     window: int | None = None
     kernel: int = 7
     pooling: str = "max"
+    granularity: Granularity = "head"  # type: ignore[misc]
 
     def __post_init__(self):
+        check_granularity(self)
         if self.pooling not in ("max", "avg"):
             raise ConfigError(f"snapkv: pooling is {self.pooling!r}; use 'max' or 'avg'.")
         if self.kernel < 1 or self.kernel % 2 == 0:
@@ -77,7 +80,7 @@ class SnapKV(Policy):
         back = jnp.argsort(order, axis=-1)
         masked = jnp.where(outside[:, :, :, None], window.reshape(l, b, kv_heads, n // kv_heads, s) / self.width, 0.0)
         pooled = pool(jnp.take_along_axis(masked, order, axis=-1), self.kernel, self.pooling)
-        return jnp.mean(jnp.take_along_axis(pooled, back, axis=-1), axis=3)
+        return averaged(jnp.mean(jnp.take_along_axis(pooled, back, axis=-1), axis=3), self.granularity)
 
     def protects(self, cache, budget):
         """The observation window."""
