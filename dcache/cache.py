@@ -177,13 +177,13 @@ def compact(cache: Cache, keep: Array, kept: int, room: int) -> Cache:
 
     def one(layer: LayerCache, order_l: Array, survives_l: Array) -> LayerCache:
         def pick(x):  # [B, K, S] -> [B, K, kept + room]
-            return _pad(jnp.where(survives_l, jnp.take_along_axis(x, order_l, axis=-1), 0), room, 0)
+            return _pad(jnp.where(survives_l, jnp.take_along_axis(x, order_l, axis=-1), 0.0), room, 0)
 
         def pick_heads(x):  # [B, N, S], G query heads per key/value head
             b, n, s = x.shape
             heads = order_l.shape[1]
             grouped = x.reshape(b, heads, n // heads, s)
-            taken = jnp.take_along_axis(grouped, order_l[:, :, None], axis=-1) * survives_l[:, :, None]
+            taken = jnp.where(survives_l[:, :, None], jnp.take_along_axis(grouped, order_l[:, :, None], axis=-1), 0.0)
             return _pad(taken.reshape(b, n, kept), room, 0)
 
         taken_position = jnp.where(survives_l, jnp.take_along_axis(layer.position, order_l, axis=-1), EMPTY)
@@ -199,7 +199,7 @@ def compact(cache: Cache, keep: Array, kept: int, room: int) -> Cache:
     if cache.rows is None:
         return new
     # All layers and heads keep the same slots here, so those of the first stand for all.
-    rows = jnp.take_along_axis(cache.rows, order[0, :, :1], axis=-1) * survives[0, :, :1]
+    rows = jnp.where(survives[0, :, :1], jnp.take_along_axis(cache.rows, order[0, :, :1], axis=-1), 0.0)
     return dataclasses.replace(new, rows=_pad(rows, room, 0))
 
 

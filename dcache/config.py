@@ -81,6 +81,7 @@ class ModelConfig:
         return _from_hf(hf, dtype)
 
 
+_LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Phi3ForCausalLM")
 
 
@@ -106,6 +107,9 @@ def _from_hf(hf: Mapping[str, Any], dtype: str) -> ModelConfig:
     if float(rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))) != 1.0:
         raise ConfigError("config.json asks for partial rotary embeddings, which this model does not have.")
     if kind == "llama3":
+        lacking = [f for f in _LLAMA3_ROPE if f not in rope]
+        if lacking:
+            raise ConfigError(f"config.json asks for llama3 RoPE scaling but lacks its {', '.join(lacking)}.")
         scaling = RopeScaling(
             factor=float(rope["factor"]),
             low_freq_factor=float(rope["low_freq_factor"]),
@@ -123,6 +127,8 @@ def _from_hf(hf: Mapping[str, Any], dtype: str) -> ModelConfig:
     window = hf.get("sliding_window")
     if qwen and not hf.get("use_sliding_window", False):
         window = None  # Qwen2 configs state a window that they do not use.
+    if qwen and window is not None:
+        window = _qwen_window(int(window), hf)
     if window is not None and window >= hf.get("max_position_embeddings", 2048):
         window = None
     heads = int(hf["num_attention_heads"])
@@ -143,6 +149,22 @@ def _from_hf(hf: Mapping[str, Any], dtype: str) -> ModelConfig:
         sliding_window=None if window is None else int(window),
         dtype=dtype,
     )
+
+
+def _qwen_window(window: int, hf: Mapping[str, Any]) -> int | None:
+    """Qwen2 applies its window to the layers from `max_window_layers` on; here all layers have it or none has."""
+    layers = int(hf["num_hidden_layers"])
+    types = hf.get("layer_types")
+    first = int(hf.get("max_window_layers", 28))
+    windowed = types.count("sliding_attention") if types else max(layers - first, 0)
+    if windowed == 0:
+        return None
+    if windowed < layers:
+        raise ConfigError(
+            f"config.json gives a sliding window to {windowed} of {layers} layers; only all or none is built. "
+            "Set use_sliding_window to false to read contexts shorter than the window."
+        )
+    return window
 
 
 PRESETS: dict[str, ModelConfig] = {

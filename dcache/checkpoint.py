@@ -1,0 +1,264 @@
+"""What a run leaves on disk: training checkpoints (Orbax) to go on from, and trained policies to use.
+
+A training checkpoint holds the state, the run's random key and a description of the run; never the language model. Each
+is written beside its final place and renamed, so a run that is killed leaves the last complete one. Orbax does not notice
+changed bytes inside arrays, hence a digest of our own.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from dcache.errors import CheckpointError, DcacheError
+from dcache.learn.distill import TrainState
+from dcache.policies import REGISTRY, Trained, make
+from dcache.workdir import atomic_write
+
+WEIGHTS, DESCRIPTION = "policy.safetensors", "policy.json"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training checkpoints: <directory>/<step>
+
+
+def latest_step(directory: str | os.PathLike[str]) -> int | None:
+    """Step of the newest complete checkpoint, or None."""
+    return max(_steps(directory), default=None)
+
+
+def _steps(directory: str | os.PathLike[str]) -> list[int]:
+    """Steps of the complete checkpoints: an incomplete one still has its temporary name."""
+    path = Path(directory)
+    return sorted(int(p.name) for p in path.iterdir() if p.name.isdecimal()) if path.is_dir() else []
+
+
+def save(
+    directory: str | os.PathLike[str], step: int, state: TrainState, key: Array, identity: Mapping[str, Any], keep: int
+) -> None:
+    """Writes the checkpoint of a step and removes all but the `keep` newest.
+
+    Args:
+      state: of the run. key: typed random key of the run. identity: JSON values that a run must share to go on from here.
+
+    Raises:
+      CheckpointError: it cannot be written, for instance because the disk is full; older ones stay.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    tree = {"state": state, "key": jax.random.key_data(key)}
+    description = {"identity": _plain(identity), "step": step}
+    description["digest"] = _digest(tree, description)
+    newest = ocp.training.preservation_policies.LatestN(keep)
+    try:
+        with ocp.training.Checkpointer(
+            Path(directory).absolute(), preservation_policy=newest, cleanup_tmp_directories=True
+        ) as checkpointer:
+            checkpointer.save(step, tree, custom_metadata=description, force=True)
+    except Exception as error:  # Orbax, TensorStore and the operating system each have errors of their own.
+        last = latest_step(directory)
+        stays = "there is no older one" if last is None else f"the one of step {last} stays"
+        raise CheckpointError(
+            f"The checkpoint of step {step} cannot be written to {str(directory)!r} ({_reason(error)}); free disk space and "
+            f"go on with --resume ({stays})."
+        ) from error
+
+
+def describe(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """The newest checkpoint's description: `step` and `identity`.
+
+    Raises:
+      CheckpointError: there is no checkpoint, or its description is damaged.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    step = latest_step(directory)
+    if step is None:
+        raise CheckpointError(f"{str(directory)!r} holds no checkpoint; train first, or give another workdir.")
+    try:
+        found = ocp.metadata(Path(directory).absolute() / str(step)).custom_metadata
+    except Exception as error:  # as in `save`
+        raise _corrupted(directory, step, _reason(error)) from error
+    if not isinstance(found, dict) or not {"identity", "step", "digest"} <= found.keys():
+        raise _corrupted(directory, step, "its description is incomplete")
+    return found
+
+
+def restore(
+    directory: str | os.PathLike[str], template: TrainState, identity: Mapping[str, Any]
+) -> tuple[TrainState, Array]:
+    """Reads the newest checkpoint.
+
+    Args:
+      template: a state of the same shapes and types; its values do not matter (`jax.eval_shape` gives one).
+      identity: of the run that wants to go on; see `save`.
+
+    Returns:
+      The state, and the run's typed random key.
+
+    Raises:
+      CheckpointError: there is none, it is damaged, or it belongs to another run (the message says what differs).
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    found = describe(directory)
+    step = found["step"]
+    check_identity(directory, found["identity"], identity)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    tree = {"state": template, "key": jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))}
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), tree)
+    try:
+        loaded = ocp.load(Path(directory).absolute() / str(step), abstract)
+    except Exception as error:  # as in `save`
+        raise _corrupted(directory, step, _reason(error)) from error
+    if _digest(loaded, {k: v for k, v in found.items() if k != "digest"}) != found["digest"]:
+        raise _corrupted(directory, step, "its contents do not fit their digest")
+    return loaded["state"], jax.random.wrap_key_data(loaded["key"])
+
+
+def check_identity(directory: str | os.PathLike[str], found: Any, wanted: Mapping[str, Any]) -> None:
+    """Compares a checkpoint's identity with the part of it that is given.
+
+    Raises:
+      CheckpointError: they differ; the message says in what.
+    """
+    there, here = _flat(found), _flat(_plain(wanted))
+    sections = set(wanted)
+    differing = [
+        f"{name} ({there.get(name, 'absent')!r} there, {here.get(name, 'absent')!r} here)"
+        for name in sorted(there.keys() | here.keys())
+        if name.split(".")[0] in sections and there.get(name, "absent") != here.get(name, "absent")
+    ]
+    if differing:
+        raise CheckpointError(
+            f"The checkpoints in {str(directory)!r} belong to a run that differs in {', '.join(differing)}; use the same "
+            "settings, or start in another workdir."
+        )
+
+
+def _corrupted(directory: str | os.PathLike[str], step: int, reason: str) -> CheckpointError:
+    older = [s for s in _steps(directory) if s < step]
+    path = Path(directory) / str(step)
+    advice = f"delete it and go on from step {older[-1]} with --resume" if older else "there is no older one, start anew"
+    return CheckpointError(f"The checkpoint {str(path)!r} is damaged ({reason}); {advice}.")
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON gives it back: tuples become lists."""
+    return json.loads(json.dumps(value))
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Nested mappings as one mapping with dotted names."""
+    if not isinstance(value, Mapping):
+        return {name: value}
+    return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{name}.{key}" if name else str(key)).items()}
+
+
+def _digest(tree: Any, description: Mapping[str, Any]) -> str:
+    """Digest of all array values and of the description."""
+    digest = hashlib.blake2b(json.dumps(description, sort_keys=True).encode(), digest_size=16)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        value = np.asarray(leaf)
+        digest.update(f"{jax.tree_util.keystr(path)}{value.dtype}{value.shape}".encode())
+        digest.update(value.tobytes())
+    return digest.hexdigest()
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of an error, short enough for one sentence."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trained policies: <directory>/policy.safetensors and policy.json
+
+
+def save_policy(directory: str | os.PathLike[str], policy: Any, params: Any, meta: Mapping[str, Any]) -> None:
+    """Writes a trained policy: weights and description in `policy.safetensors`, the description again in `policy.json`.
+
+    One file holds all that `load_policy` needs, so a moment at which weights and description disagree does not exist.
+
+    Args:
+      policy: a learned policy, such as `DistillCache`. params: its weights, float32.
+      meta: JSON values: the model's name and configuration, the step, results.
+
+    Raises:
+      WorkdirError: it cannot be written; an older policy stays.
+    """
+    import safetensors.numpy
+
+    description = {"policy": policy.name, "settings": _plain(dataclasses.asdict(policy)), **_plain(meta)}
+    weights = {name: np.asarray(leaf) for name, leaf in _named(params).items()}
+    description["digest"] = _digest(weights, description)
+    raw = safetensors.numpy.save(weights, metadata={"dcache": json.dumps(description)})
+    atomic_write(Path(directory) / WEIGHTS, raw)
+    atomic_write(Path(directory) / DESCRIPTION, json.dumps(description, indent=2) + "\n")
+
+
+def load_policy(path: str | os.PathLike[str]) -> Trained:
+    """Reads a trained policy.
+
+    Args:
+      path: a directory with `policy.safetensors`, or a workdir that has such a directory `policy`.
+
+    Raises:
+      CheckpointError: there is none, it is damaged, or its policy, signals or shapes are unknown to this version.
+    """
+    file, description, weights = _read_policy(path)
+    wanted = {k: v for k, v in description.items() if k != "digest"}
+    if _digest(weights, wanted) != description.get("digest"):
+        raise CheckpointError(f"{str(file)!r} is damaged (its contents do not fit their digest); copy or train it again.")
+    name = description.get("policy")
+    learned = sorted(n for n, cls in REGISTRY.items() if hasattr(cls, "init"))
+    if name not in learned:
+        raise CheckpointError(f"{str(file)!r} holds the policy {name!r}; this version can load {', '.join(learned)}.")
+    try:
+        policy: Any = make(name, **description["settings"])
+    except (DcacheError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{str(file)!r} has settings that this version does not know: {error}") from error
+    template = jax.eval_shape(policy.init, jax.random.key(0))
+    shapes = {name: leaf.shape for name, leaf in _named(template).items()}
+    if shapes != {name: value.shape for name, value in weights.items()}:
+        wrong = sorted(n for n in shapes.keys() | weights.keys() if n not in weights or shapes.get(n) != weights[n].shape)
+        raise CheckpointError(
+            f"{str(file)!r}: the weight {wrong[0]} has the shape {getattr(weights.get(wrong[0]), 'shape', None)}, but its "
+            f"policy's settings ask for {shapes.get(wrong[0])}; weights and settings do not belong together."
+        )
+    leaves = [jax.numpy.asarray(weights[name]) for name in shapes]
+    return Trained(policy, jax.tree.unflatten(jax.tree.structure(template), leaves))
+
+
+def _read_policy(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any], dict[str, np.ndarray]]:
+    """File, description and weights of a policy."""
+    import safetensors
+
+    file = next((d / WEIGHTS for d in (Path(path), Path(path) / "policy") if (d / WEIGHTS).is_file()), None)
+    if file is None:
+        raise CheckpointError(
+            f"There is no trained policy in {str(path)!r}; give a directory with {WEIGHTS}, or the workdir of a run."
+        )
+    try:
+        with safetensors.safe_open(file, framework="np") as handle:
+            description = json.loads((handle.metadata() or {})["dcache"])
+            weights = {name: handle.get_tensor(name) for name in handle.keys()}
+        if not isinstance(description, dict):
+            raise ValueError("its description is not an object")
+    except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{str(file)!r} is damaged ({_reason(error)}); copy or train it again.") from error
+    return file, description, weights
+
+
+def _named(params: Any) -> dict[str, Any]:
+    """Weights by name, in the order of the tree's leaves: {"params": {"Dense_0": ...}} -> "params/Dense_0/...".""" 
+    return {
+        "/".join(str(step.key) for step in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }

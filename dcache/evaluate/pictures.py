@@ -1,0 +1,217 @@
+"""Pictures of an evaluation and of a training run, as PNG files. Colour-blind safe (Okabe and Ito)."""
+
+import itertools
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from dcache.errors import LoadError
+from dcache.evaluate import tables
+from dcache.evaluate.tables import Cell, Record
+
+_COLOURS = ("#999999", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F6000", "#0072B2")
+_TRAINED = "#D55E00"  # Reserved, so that what was learnt stands out.
+_MARKERS = "osv^D<>phX"
+_STYLE: dict[Any, Any] = {
+    "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
+    "figure.constrained_layout.use": True, "savefig.dpi": 144, "axes.titlelocation": "left",
+}  # fmt: skip
+
+
+def _looks(header: Record) -> dict[str, dict]:
+    """Colour, marker and line of every method.
+
+    Trained ones share a colour and differ in their markers; "h2o@sequence" has the colour of "h2o" and a dashed line.
+    """
+    looks: dict[str, dict] = {}
+    bases: dict[str, str] = {}
+    colours, markers, trained_markers = itertools.cycle(_COLOURS), itertools.cycle(_MARKERS), itertools.cycle("*PXd")
+    for method, _, trained in tables.columns(header)[1:]:
+        if method in looks:
+            continue
+        if trained:
+            looks[method] = {"color": _TRAINED, "marker": next(trained_markers), "linewidth": 2.5, "zorder": 4}
+            continue
+        base = method.partition("@")[0]
+        if base not in bases:
+            bases[base] = next(colours)
+        dashed = {"linestyle": "--", "markerfacecolor": "white"} if base != method else {}
+        looks[method] = {"color": bases[base], "marker": next(markers), "linewidth": 1.3, "zorder": 3, **dashed}
+    return looks
+
+
+def kl_by_budget(header: Record, table: Sequence[Cell], path: str | os.PathLike[str]) -> None:
+    """Mean KL to the full cache with its interval: a line per method over the budgets, or a row each for one budget."""
+    kinds = [k for k in tables.KINDS if any(cell.kind == k for cell in table)]
+    budgets = list(dict.fromkeys(budget for _, budget, _ in tables.columns(header)[1:]))
+    looks = _looks(header)
+    height = 4.2 if len(budgets) > 1 else 1.1 + 0.3 * len(looks)
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(len(kinds), 1, figsize=(7, height * len(kinds)), squeeze=False)
+        for axis, kind in zip(axes[:, 0], kinds, strict=True):
+            found = {(c.method, c.budget): c for c in table if c.kind == kind and c.kl is not None}
+            if len(budgets) > 1:
+                _lines(axis, found, budgets, looks)
+            else:
+                _rows(axis, found, budgets[0], looks)
+            axis.set_title(f"{tables.KINDS[kind]}: KL to the full cache (nats per token), 95% intervals")
+        _save(figure, path)
+
+
+def _bounds(cell: Cell) -> tuple[float, float, float]:
+    """Mean and finite ends of the interval (the mean where there is none) of a cell's KL; above 0 for a logarithm."""
+    kl = cell.kl
+    assert kl is not None
+    low, high = (x if math.isfinite(x) else kl.value for x in (kl.low, kl.high))
+    return max(kl.value, 1e-6), max(low, 1e-6), max(high, 1e-6)
+
+
+def _lines(axis, found: Mapping[tuple[str, str], Cell], budgets: Sequence[str], looks: Mapping[str, dict]) -> None:
+    ends = {}
+    for i, (method, look) in enumerate(looks.items()):
+        cells = [(x, _bounds(found[method, b])) for x, b in enumerate(budgets) if (method, b) in found]
+        if not cells:
+            continue
+        # Shifted a little sideways, so that intervals do not hide each other.
+        x = np.asarray([x + 0.012 * (i - len(looks) / 2) for x, _ in cells])
+        value, low, high = np.asarray([bounds for _, bounds in cells]).T
+        axis.errorbar(x, value, yerr=[np.maximum(value - low, 0), np.maximum(high - value, 0)], capsize=2, **look)
+        ends[method] = value[-1]
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.set_xticks(range(len(budgets)), budgets)
+    axis.set_xlim(-0.3, len(budgets) - 1 + 0.95)
+    axis.set_xlabel("budget (share of the tokens kept)")
+    low, high = np.log(axis.get_ylim())
+    for method, height in _apart({m: math.log(y) for m, y in ends.items()}, 0.055 * (high - low)).items():
+        colour = looks[method]["color"]
+        axis.annotate(
+            method, (len(budgets) - 1 + 0.08, ends[method]), (len(budgets) - 1 + 0.25, math.exp(height)), va="center",
+            color=colour, fontweight="bold" if colour == _TRAINED else "normal",
+            arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.6, "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 0},
+        )  # fmt: skip
+
+
+def _apart(heights: Mapping[str, float], gap: float) -> dict[str, float]:
+    """Places for labels near the given heights, in the same order and at least `gap` apart."""
+    order = sorted(heights, key=lambda name: heights[name])
+    placed: list[float] = []
+    for name in order:
+        placed.append(heights[name] if not placed else max(heights[name], placed[-1] + gap))
+    # Labels were only pushed up; move all down by the mean push.
+    push = sum(p - heights[name] for p, name in zip(placed, order, strict=True)) / max(len(order), 1)
+    return {name: p - push for name, p in zip(order, placed, strict=True)}
+
+
+def _rows(axis, found: Mapping[tuple[str, str], Cell], budget: str, looks: Mapping[str, dict]) -> None:
+    methods = sorted((m for m in looks if (m, budget) in found), key=lambda m: -_bounds(found[m, budget])[0])
+    for y, method in enumerate(methods):
+        value, low, high = _bounds(found[method, budget])
+        axis.errorbar(value, y, xerr=[[max(value - low, 0)], [max(high - value, 0)]], capsize=3, **looks[method])
+        axis.annotate(f"{value:.3f}", (high, y), (5, 0), textcoords="offset points", va="center", fontsize=9)
+    axis.set_yticks(range(len(methods)), methods)
+    for tick, method in zip(axis.get_yticklabels(), methods, strict=True):
+        tick.set_color(looks[method]["color"])
+        tick.set_fontweight("bold" if looks[method]["color"] == _TRAINED else "normal")
+    axis.set_xscale("log")
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter("")
+    axis.set_xlabel(f"nats, at a budget of {budget} (less is better)")
+    axis.margins(x=0.12)
+
+
+def retained(header: Record, records: Sequence[Record], path: str | os.PathLike[str]) -> None:
+    """Share of the tokens kept by relative position in the prompt: a panel per method, a line per budget."""
+    kind = next(k for k in tables.KINDS if any(r["kind"] == k for r in records))
+    arms = tables.columns(header)[1:]
+    methods, budgets = list(dict.fromkeys(m for m, _, _ in arms)), list(dict.fromkeys(b for _, b, _ in arms))
+    looks = _looks(header)
+    across = min(3, len(methods))
+    down = math.ceil(len(methods) / across)
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(
+            down, across, figsize=(2.6 * across, 0.5 + 1.7 * down), squeeze=False, sharex=True, sharey=True
+        )
+        for axis in axes.flat[len(methods) :]:
+            axis.set_axis_off()
+        for axis, method in zip(axes.flat, methods, strict=False):
+            for shade, budget in zip(np.linspace(1.0, 0.35, len(budgets)), budgets, strict=True):
+                rows = [r["arms"][method][budget]["retained"] for r in records if r["kind"] == kind]
+                share = 100 * np.mean(rows, axis=0)
+                centres = (np.arange(len(share)) + 0.5) / len(share)
+                axis.plot(centres, share, color=looks[method]["color"], alpha=shade, linewidth=1.8)
+                if axis is axes[0, 0] and len(budgets) > 1:
+                    axis.annotate(budget, (centres[len(share) // 2], share[len(share) // 2]), (0, 3),
+                                  textcoords="offset points", fontsize=8, ha="center",
+                                  bbox={"fc": "white", "ec": "none", "pad": 0.5, "alpha": 0.8})  # fmt: skip
+            axis.set_title(method, color=looks[method]["color"], fontsize=10)
+            axis.set_ylim(0, 105)
+        figure.supxlabel("relative position in the prompt (0 = start)", fontsize=10)
+        figure.supylabel("tokens kept (%)", fontsize=10)
+        budget_text = f" at {budgets[0]}" if len(budgets) == 1 else ""
+        figure.suptitle(f"{tables.KINDS[kind]}: what is kept where{budget_text}", fontsize=11)
+        _save(figure, path)
+
+
+def training(metrics: Mapping[str, str | os.PathLike[str]], path: str | os.PathLike[str]) -> None:
+    """Reward and surprise (an estimate of the policy's entropy) over training, one line per run.
+
+    Args:
+      metrics: label -> a `metrics.jsonl` with `step`, `reward` and `surprise` in each line.
+
+    Raises:
+      LoadError: a file is missing, damaged or empty.
+    """
+    runs = {label: _read_metrics(pathlib.Path(file)) for label, file in metrics.items()}
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(2, 1, figsize=(7, 5.5), sharex=True)
+        titles = ("Reward (minus the discounted KL over the horizon)", "Entropy (surprise in nats per kept token)")
+        for axis, field, title in zip(axes, ("reward", "surprise"), titles, strict=True):
+            for (label, lines), colour in zip(runs.items(), itertools.cycle((_TRAINED, *_COLOURS)), strict=False):
+                step = np.asarray([line["step"] for line in lines])
+                value = np.asarray([line[field] for line in lines], np.float64)
+                window = max(1, len(value) // 12)
+                axis.plot(step, value, color=colour, alpha=0.2, linewidth=0.8)
+                # Every step has another prompt, so single rewards say little; the running mean does.
+                total = np.cumsum(np.concatenate([[0.0], value]))
+                smooth = (total[window:] - total[:-window]) / window
+                middle = step[(window - 1) // 2 :][: len(smooth)]
+                axis.plot(middle, smooth, color=colour, linewidth=2)
+                if len(runs) > 1:
+                    axis.annotate(label, (middle[-1], smooth[-1]), (4, 0), textcoords="offset points", va="center",
+                                  fontsize=8, color=colour)  # fmt: skip
+            axis.set_title(title)
+            if field == "reward":  # Rare bad prompts would flatten everything else.
+                every = np.concatenate([[line[field] for line in lines] for lines in runs.values()])
+                axis.set_ylim(np.percentile(every, 2), max(0.0, float(every.max())))
+        axes[1].set_xlabel("training step")
+        _save(figure, path)
+
+
+def _read_metrics(path: pathlib.Path) -> list[Record]:
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise LoadError(f"The training metrics {path} cannot be read ({error}); train again with --resume.") from error
+    lines = [line for line in lines if "reward" in line and "surprise" in line]
+    if not lines:
+        raise LoadError(f"The training metrics {path} hold no step; train first.")
+    return lines
+
+
+def _save(figure, path: str | os.PathLike[str]) -> None:
+    path = pathlib.Path(path)
+    partial = path.with_name(f"{path.stem}.part.png")  # A killed run leaves no half picture under the final name.
+    figure.savefig(partial)
+    plt.close(figure)
+    partial.replace(path)

@@ -1,0 +1,110 @@
+"""One self-contained HTML page: tables, pictures (embedded), configuration, versions, and how to make it again."""
+
+import base64
+import html
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from dcache.evaluate import tables
+from dcache.evaluate.tables import Record
+
+_PACKAGES = ("dcache", "jax", "flax", "optax", "numpy", "transformers")
+
+_CSS = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 960px; margin: auto; padding: 1em }
+h1 { font-size: 1.5em } h2 { font-size: 1.2em; margin-top: 2em }
+.scroll { overflow-x: auto } img { max-width: 100%; height: auto } figure { margin: 1em 0 }
+table { border-collapse: collapse; font-size: .9em; white-space: nowrap }
+th, td { padding: .25em .7em; text-align: left; border-bottom: 1px solid #ddd } tr.trained td { font-weight: bold }
+pre { background: #f4f4f4; padding: .8em; overflow-x: auto; font-size: .85em }
+"""
+
+
+class Picture(NamedTuple):
+    """A PNG file with a caption."""
+
+    caption: str
+    path: pathlib.Path
+
+
+def versions() -> dict[str, str]:
+    """Python, the packages that numbers depend on, and the kind of processor."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # dcache itself, when it runs from a checkout
+            found[name] = "not installed"
+    return found | {"machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"}
+
+
+def page(
+    title: str, header: Record, records: Sequence[Record], pictures: Sequence[Picture], commands: Sequence[str],
+    config: Any,
+) -> str:  # fmt: skip
+    """The report as HTML text.
+
+    Args:
+      header, records: see `dcache.evaluate.records.run`. pictures: embedded in the page.
+      commands: that made it, one per line. config: JSON-ready, shown as it is (seeds included).
+    """
+    table, compared = tables.cells(header, records), tables.comparisons(header, records)
+    trained = {method for method, _, is_trained in tables.columns(header) if is_trained}
+    settings = header["settings"]
+    schedule = f"again every {settings['evict_every']} tokens" if settings["evict_every"] else "once, after the prompt"
+    parts = [
+        f"<h1>{html.escape(title)}</h1>",
+        f"<p>Model {html.escape(header['model'])}, prompts of up to {settings['length']} tokens, {settings['horizon']} "
+        f"continuation tokens, eviction {schedule}. Brackets are 95% bootstrap intervals over the prompts, paired for "
+        "comparisons; n is the number of prompts. KL is to the model with the full cache, in nats per token.</p>",
+    ]
+    for kind, heading in tables.KINDS.items():
+        if any(cell.kind == kind for cell in table):
+            parts += [f"<h2>{heading}</h2>", _table(*tables.rows(table, kind), trained)]
+            sentences = [f"<li>{html.escape(tables.sentence(c))}</li>" for c in compared if c.kind == kind]
+            parts += ["<ul>", *sentences, "</ul>"] if sentences else []
+    parts += ["<h2>Pictures</h2>"] if pictures else []
+    for picture in pictures:
+        data = base64.b64encode(picture.path.read_bytes()).decode()
+        caption = html.escape(picture.caption)
+        parts.append(
+            f'<figure><img alt="{caption}" src="data:image/png;base64,{data}">'
+            f"<figcaption>{caption}</figcaption></figure>"
+        )
+    parts += ["<h2>How to make this again</h2>", _pre("\n".join(commands))]
+    parts += ["<h2>Policies as they were fitted</h2>", _table(*_arms(header), trained)]
+    parts += ["<h2>Versions</h2>", _table(["", "version"], [list(item) for item in versions().items()], set())]
+    parts += ["<h2>Configuration</h2>", _pre(json.dumps(config, indent=2, default=list))]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(title)}</title><style>{_CSS}</style></head>\n<body>\n"
+        + "\n".join(parts)
+        + "\n</body></html>\n"
+    )
+
+
+def _arms(header: Record) -> tuple[list[str], list[list[str]]]:
+    arms = header["arms"]
+    return ["policy", "budget", "settings", "weights"], [
+        [a["method"], a["budget"], a["policy"], a["weights"] or "none"] for a in arms
+    ]
+
+
+def _pre(text: str) -> str:
+    return f"<pre>{html.escape(text)}</pre>"
+
+
+def _table(heads: Sequence[str], body: Sequence[Sequence[str]], trained: set[str]) -> str:
+    """An HTML table; rows whose first cell is a trained policy stand out."""
+    head = "".join(f"<th>{html.escape(text)}</th>" for text in heads)
+    lines = []
+    for line in body:
+        mark = ' class="trained"' if line[0] in trained else ""
+        lines.append(f"<tr{mark}>" + "".join(f"<td>{html.escape(text)}</td>" for text in line) + "</tr>")
+    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(lines)}</table></div>'

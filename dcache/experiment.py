@@ -1,0 +1,159 @@
+"""A configuration file's ConfigDict as frozen dataclasses, checked field by field before any work is done."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from dcache import budget
+from dcache.errors import ConfigError
+from dcache.learn.distill import DistillConfig
+from dcache.policies.distillcache import DistillCache
+
+Trajectory = Literal["mixed", "teacher", "given"]
+BENCHMARKS = "longbench+gsm8k"
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where prompts come from.
+
+    Attributes:
+      source: "installed" (English text that every installation has), a directory of .txt files, or "longbench+gsm8k"
+        (LongBench 2wikimqa and GSM8K train, the paper's prompts).
+      length: tokens of a prompt, at most. retrieval: share of retrieval prompts, the others are plain text.
+      held_out: share of the text that training never sees.
+      trajectory: what follows a prompt: "teacher" (the model's own greedy continuation), "given" (the document's own
+        text, the answer), or "mixed" (the model's own for retrieval prompts, the document's for plain text).
+      longbench_dir, gsm8k_dir: local directories of the benchmarks; None for the hub.
+    """
+
+    source: str = "installed"
+    length: int = 512
+    retrieval: float = 0.5
+    held_out: float = 0.3
+    trajectory: Trajectory = "mixed"
+    longbench_dir: str | None = None
+    gsm8k_dir: str | None = None
+
+    def __post_init__(self):
+        if self.length < 32:
+            raise ConfigError(f"data.length is {self.length}; prompts need at least 32 tokens.")
+        if not 0.0 <= self.retrieval <= 1.0 or not 0.0 < self.held_out < 1.0:
+            raise ConfigError(
+                f"data.retrieval is {self.retrieval} and data.held_out {self.held_out}; give a share in [0, 1] and one "
+                "between 0 and 1."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """What `launch/eval.py` compares.
+
+    Attributes:
+      policies: names of the policies to compare with the trained one. budgets: ratios or numbers of tokens.
+      prompts: number of held-out prompts of each kind. horizon: continuation tokens. evict_every: tokens between
+        evictions, 0 for once after the prefill. seed: of the prompts. accuracy: answer the retrieval prompts too.
+    """
+
+    policies: tuple[str, ...]
+    budgets: tuple[float | int, ...]
+    prompts: int
+    horizon: int
+    evict_every: int
+    seed: int
+    accuracy: bool
+
+    def __post_init__(self):
+        for value in self.budgets:
+            budget.check(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """Everything that a training run and its evaluation depend on.
+
+    Attributes:
+      name: of the run's default folder. model, dtype: see `dcache.load.load`. seed: of weights, keep-sets and prompts.
+      teacher_batch: prompts that the teacher reads at once. checkpoint_every: steps between checkpoints.
+      keep_checkpoints: how many of the newest stay. data, policy, learn, eval: see their classes.
+    """
+
+    name: str
+    model: str
+    dtype: str
+    seed: int
+    teacher_batch: int
+    checkpoint_every: int
+    keep_checkpoints: int
+    data: DataConfig
+    policy: DistillCache
+    learn: DistillConfig
+    eval: EvalConfig
+
+    def __post_init__(self):
+        for field in ("teacher_batch", "checkpoint_every", "keep_checkpoints"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field} is {getattr(self, field)}; give 1 or more.")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed is {self.seed}; give a number from 0 to {2**32 - 1}.")
+        if self.policy.granularity != "sequence":
+            raise ConfigError(
+                f"policy.granularity is {self.policy.granularity!r}; the distillation learner trains 'sequence' policies."
+            )
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the course of training, as plain values: a checkpoint of one identity fits no other."""
+        fields = dataclasses.asdict(self)
+        for name in ("name", "checkpoint_every", "keep_checkpoints", "eval"):
+            del fields[name]
+        return fields
+
+
+def from_config(config: Mapping[str, Any] | Any) -> Experiment:
+    """The experiment that a configuration (ml_collections ConfigDict or nested mapping) describes.
+
+    Raises:
+      ConfigError: an unknown or missing field, or a value of the wrong type or outside its range; the message names it.
+    """
+    plain = config.to_dict() if hasattr(config, "to_dict") else config
+    return _build(Experiment, plain, "config")
+
+
+def _build(cls: type, values: Any, where: str) -> Any:
+    """A dataclass from a mapping, nested dataclasses included."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where} is {values!r}; give a group of fields.")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - set(fields))
+    if unknown:
+        raise ConfigError(f"{where} has no field {', '.join(unknown)}; its fields are {', '.join(fields)}.")
+    missing = [name for name, field in fields.items() if name not in values and field.default is dataclasses.MISSING]
+    if missing:
+        raise ConfigError(f"{where} lacks {', '.join(missing)}; see the files in configs/ for an example.")
+    hints = typing.get_type_hints(cls)
+    return cls(**{name: _convert(value, hints[name], f"{where}.{name}") for name, value in values.items()})
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    """The value as its field's type asks for it: lists become tuples, whole numbers floats; nothing else is changed."""
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), value, where)
+    options = typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        if value in options:
+            return value
+        raise ConfigError(f"{where} is {value!r}; use one of {', '.join(map(repr, options))}.")
+    if origin is tuple:
+        if isinstance(value, tuple | list):
+            return tuple(_convert(item, options[0], f"{where}[{i}]") for i, item in enumerate(value))
+        raise ConfigError(f"{where} is {value!r} ({type(value).__name__}); give a tuple.")
+    allowed = options if origin in (typing.Union, types.UnionType) else (hint,)
+    if type(value) in allowed:
+        return value
+    if float in allowed and type(value) is int:
+        return float(value)
+    names = " or ".join("None" if option is type(None) else option.__name__ for option in allowed)
+    raise ConfigError(f"{where} is {value!r} ({type(value).__name__}); give {names}.")

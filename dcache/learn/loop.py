@@ -1,0 +1,253 @@
+"""The training loop: prompts -> teacher -> one update per prompt, with metrics, checkpoints and orderly stops.
+
+The language model is frozen, so the teacher reads `teacher_batch` prompts at once; each of them then gives one update. All
+randomness follows from the run's key and the step, and the position in the data is the step itself: a run that goes on
+from a checkpoint in the middle of a block reads that block again and takes the same steps, bit for bit.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dcache import checkpoint, metrics, model
+from dcache.budget import tokens_kept
+from dcache.data.prompts import Prompt
+from dcache.errors import CheckpointError, ConfigError, TrainingError
+from dcache.experiment import Experiment
+from dcache.learn.blocks import Block, Stream, make_block, training_prompts
+from dcache.learn.distill import TrainState, init_state, train_step
+from dcache.load import LanguageModel, load
+from dcache.rollout import Trajectories, teach
+from dcache.workdir import atomic_write, lock
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a call of `train` ended.
+
+    Attributes:
+      step: updates done. steps: updates asked for; fewer were done if a signal stopped the run.
+      trained: False if the run was finished already.
+    """
+
+    step: int
+    steps: int
+    trained: bool
+
+
+def train(
+    experiment: Experiment, workdir: str | os.PathLike[str], *, resume: bool = False, lm: LanguageModel | None = None
+) -> Outcome:
+    """Trains a policy, or goes on with a run.
+
+    Args:
+      experiment: see `dcache.experiment`. workdir: gets `checkpoints/`, `policy/` (see `checkpoint.load_policy`),
+        `metrics.jsonl`, `tensorboard/` and `config.json`.
+      resume: go on from the newest checkpoint; if there is none, start. A finished run is left as it is.
+      lm: the language model, if it is loaded already.
+
+    SIGTERM and SIGINT (once) let the current step finish and save.
+
+    Raises:
+      WorkdirError: another run holds the workdir, or it cannot be written.
+      CheckpointError: the workdir holds a run and `resume` is not set, or its checkpoint is damaged or of another run.
+      TrainingError: a metric is not a finite number; the last checkpoint stays.
+      ConfigError, LoadError: the model or the text does not fit or cannot be loaded.
+    """
+    steps, folder = experiment.learn.steps, Path(workdir) / "checkpoints"
+    with lock(workdir), _stop_signals() as stopped:
+        start = checkpoint.latest_step(folder)
+        if start is not None:
+            if not resume:
+                raise CheckpointError(
+                    f"{str(workdir)!r} holds a run already (step {start}); go on with --resume, or choose another --workdir."
+                )
+            checkpoint.check_identity(folder, checkpoint.describe(folder)["identity"], _configured(experiment))
+            if start >= steps:
+                return Outcome(start, steps, trained=False)
+        atomic_write(Path(workdir) / "config.json", json.dumps(dataclasses.asdict(experiment), indent=2) + "\n")
+        lm = lm or load(experiment.model, experiment.dtype)
+        step = _Run(experiment, Path(workdir), lm).go(resumed=start is not None, stopped=stopped)
+        return Outcome(step, steps, trained=True)
+
+
+def _configured(experiment: Experiment) -> dict[str, Any]:
+    return {"config": experiment.identity()}
+
+
+class _Run:
+    """The parts of a run: compiled functions, data and where results go."""
+
+    def __init__(self, experiment: Experiment, workdir: Path, lm: LanguageModel):
+        learn, data = experiment.learn, experiment.data
+        if data.length + learn.horizon > lm.config.max_positions:
+            raise ConfigError(
+                f"Prompts of {data.length} tokens and a horizon of {learn.horizon} exceed the {lm.config.max_positions} "
+                f"positions of {lm.name!r}; shorten data.length or learn.horizon."
+            )
+        self.experiment, self.workdir, self.lm = experiment, workdir, lm
+        self.stream, digest = training_prompts(data, lm.tokenizer, learn.horizon, experiment.seed)
+        self.model_info = {"name": lm.name, **dataclasses.asdict(lm.config)}
+        self.identity = _configured(experiment) | {"architecture": self.model_info, "training_text": digest}
+        # Unrolled layers save CPUs one copy of the cache per token; elsewhere the scan compiles faster.
+        on_cpu = jax.default_backend() == "cpu"
+        self.decode_params = jax.jit(model.unstack)(lm.params) if on_cpu else lm.params
+        self.teach = jax.jit(
+            functools.partial(teach, config=lm.config, request=experiment.policy.needs), static_argnames="decode"
+        )
+        most = max(tokens_kept(ratio, data.length + learn.horizon, learn.minimum) for ratio in learn.ratios)
+        self.update = jax.jit(
+            functools.partial(train_step, model_config=lm.config, policy=experiment.policy, config=learn, most=most),
+            donate_argnums=0,
+        )
+
+    def go(self, *, resumed: bool, stopped: "_Stop") -> int:
+        """Trains to the end or until stopped; returns the number of updates done."""
+        experiment = self.experiment
+        weights_key, key = jax.random.split(jax.random.key(experiment.seed))
+        start = functools.partial(init_state, policy=experiment.policy, config=experiment.learn)
+        if resumed:
+            state, key = checkpoint.restore(self.workdir / "checkpoints", jax.eval_shape(start, weights_key), self.identity)
+        else:
+            state = start(weights_key)
+            self.save(state, key)  # a full disk shows before any work is lost
+        step = int(state.step)
+        pending: tuple[int, Prompt, Mapping[str, jax.Array]] | None = None
+        with contextlib.closing(metrics.Writer(self.workdir, step)) as writer, _bar(step, experiment.learn.steps) as bar:
+            log = _Log(writer, bar, experiment)
+            for prompt, trajectories, index in self.trajectories(step):
+                if stopped.requested:
+                    break
+                state, values = self.update(state, self.lm.params, trajectories, index, key)
+                step += 1
+                # The device works on this step while the host waits for the numbers of the one before.
+                if pending is not None:
+                    log(*pending)
+                pending = (step, prompt, values)
+                if step % experiment.checkpoint_every == 0 or step == experiment.learn.steps:
+                    log(*pending)
+                    pending = None
+                    self.save(state, key)
+            if pending is not None:
+                log(*pending)
+                self.save(state, key)
+        return step
+
+    def trajectories(self, step: int) -> Iterator[tuple[Prompt, Trajectories, jax.Array]]:
+        """From a step on: each step's prompt, its block's trajectories, and its place among them (int32 scalar)."""
+        size = self.experiment.teacher_batch
+        while step < self.experiment.learn.steps:
+            block = self.block(step // size)
+            taught = self.read(block)
+            for place in range(step % size, min(size, self.experiment.learn.steps - step + step % size)):
+                yield block.prompts[place], taught, jnp.int32(place)
+            step += size - step % size
+
+    def block(self, number: int) -> Block:
+        """Block `number`: the prompts of `teacher_batch` successive steps."""
+        size, data = self.experiment.teacher_batch, self.experiment.data
+        prompts = [self.stream[i] for i in range(number * size, (number + 1) * size)]
+        return make_block(prompts, data.length, self.experiment.learn.horizon, data.trajectory)
+
+    def read(self, block: Block) -> Trajectories:
+        """The teacher's pass over a block; it decodes only if a prompt needs its own continuation."""
+        return self.teach(
+            self.lm.params, self.decode_params, tokens=block.tokens, length=block.length, given=block.given,
+            given_length=block.given_length, own=block.own, stop=jnp.asarray(self.lm.tokenizer.eos_ids, jnp.int32),
+            decode=bool(block.own.any()),
+        )  # fmt: skip
+
+    def save(self, state: TrainState, key: jax.Array) -> None:
+        """Writes policy and checkpoint, the policy first: where the last checkpoint is there, its policy is too."""
+        experiment, step = self.experiment, int(state.step)
+        meta = {"experiment": experiment.name, "seed": experiment.seed, "step": step, "model": self.model_info}
+        checkpoint.save_policy(self.workdir / "policy", experiment.policy, state.params, meta)
+        folder = self.workdir / "checkpoints"
+        checkpoint.save(folder, step, state, key, self.identity, experiment.keep_checkpoints)
+
+
+class _Log:
+    """Writes each step's numbers, and stops the run if one of them is not finite."""
+
+    def __init__(self, writer: metrics.Writer, bar: Any, experiment: Experiment):
+        self._writer, self._bar, self._learn = writer, bar, experiment.learn
+        self._last = time.monotonic()
+        # As many steps as there are in a block, so that each window holds one pass of the teacher.
+        self._window: collections.deque[tuple[int, float]] = collections.deque(maxlen=experiment.teacher_batch)
+
+    def __call__(self, step: int, prompt: Prompt, values: Mapping[str, jax.Array]) -> None:
+        numbers = {name: float(value) for name, value in jax.device_get(dict(values)).items()}
+        wrong = [f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value)]
+        if wrong:
+            raise TrainingError(
+                f"Step {step}, prompt {prompt.name!r}: {', '.join(wrong)}; look at this prompt and the model's weights, or "
+                "lower learn.learning_rate. The last checkpoint is from before this step."
+            )
+        now = time.monotonic()
+        # The prompt and its continuation are read by the teacher, the continuation by every student.
+        tokens = len(prompt.tokens) + (1 + self._learn.samples) * self._learn.horizon
+        self._window.append((tokens, now - self._last))
+        read, seconds = (sum(column) for column in zip(*self._window, strict=True))
+        record: dict[str, float | str] = numbers | {
+            f"kl@{numbers['ratio']:g}": numbers["kl"],
+            "tokens_per_second": read / max(seconds, 1e-9),
+            "seconds": now - self._last,
+        }
+        self._last = now
+        self._writer.write(step, record | {"kind": prompt.kind, "prompt": prompt.name})
+        self._bar.set_postfix(kl=f"{numbers['kl']:.3f}", reward=f"{numbers['reward']:.3f}", refresh=False)
+        self._bar.update()
+
+
+def _bar(step: int, steps: int) -> Any:
+    """A progress bar; where it is not a terminal that shows it, it is drawn rarely."""
+    from tqdm import tqdm
+
+    interval = 0.2 if sys.stderr.isatty() else 30.0
+    return tqdm(total=steps, initial=step, desc="train", unit="step", mininterval=interval, smoothing=0.1)
+
+
+class _Stop:
+    """Whether a signal asked the run to stop."""
+
+    requested = False
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[_Stop]:
+    """Turns the first SIGTERM or SIGINT into a request; a second one acts as usual."""
+    stop = _Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # only the main thread may set handlers
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def request(number: int, frame: Any) -> None:
+        stop.requested = True
+        restore()
+        print("\nStopping after this step ...", file=sys.stderr, flush=True)
+
+    for number in before:
+        signal.signal(number, request)
+    try:
+        yield stop
+    finally:
+        restore()

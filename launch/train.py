@@ -1,0 +1,47 @@
+"""Trains a policy: `python launch/train.py --config=configs/smollm2.py`.
+
+    --workdir=DIR        where the run lives (default: runs/<configuration>[-seed<N>])
+    --resume             go on from the workdir's newest checkpoint
+    --config.FIELD=...   change a field, for instance --config.seed=1 or --config.learn.steps=500
+
+The workdir gets checkpoints/, policy/ (the trained policy), metrics.jsonl, tensorboard/ and config.json. Ctrl-C or SIGTERM
+finishes the current step and saves.
+"""
+
+import shlex
+import sys
+
+import common
+from absl import flags
+from ml_collections import config_flags
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives (default: runs/<configuration>[-seed<N>]).")
+_RESUME = flags.DEFINE_bool("resume", False, "Go on from the newest checkpoint of the workdir.")
+flags.mark_flag_as_required("config")
+
+
+def main(argv: list[str]) -> None:
+    from dcache.errors import ConfigError
+    from dcache.experiment import from_config
+    from dcache.learn.loop import train
+
+    if len(argv) > 1:
+        raise ConfigError(f"Unknown argument {argv[1]!r}; options begin with --, see --help.")
+    common.use_compilation_cache()
+    experiment = from_config(_CONFIG.value)
+    workdir = _WORKDIR.value or common.default_workdir(experiment)
+    print(f"Training {experiment.name}, seed {experiment.seed}, for {experiment.learn.steps} steps in {workdir}", flush=True)
+    outcome = train(experiment, workdir, resume=_RESUME.value)
+    if outcome.step < outcome.steps:
+        again = [word for word in sys.argv if word not in ("--resume", "--noresume")]
+        print(f"Stopped and saved after step {outcome.step} of {outcome.steps}. Go on with:")
+        print(f"  python {shlex.join([*again, '--resume'])}")
+    elif not outcome.trained:
+        print(f"This run is finished: {outcome.step} steps. The trained policy is in {workdir}/policy.")
+    else:
+        print(f"Done: {outcome.step} steps. The trained policy is in {workdir}/policy.")
+
+
+if __name__ == "__main__":
+    common.run(main)
