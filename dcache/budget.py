@@ -34,11 +34,15 @@ def tokens_kept(budget: float | int, seen: int, minimum: int = MINIMUM) -> int:
     return min(wanted, seen)
 
 
-def tokens_kept_traced(ratio: Array, seen: Array, minimum: int = MINIMUM) -> Array:
-    """The same for traced values: ratio f32[...], seen int32[...] -> int32[...]. A ratio above 1 is a count."""
-    by_ratio = jnp.maximum(jnp.floor(ratio * seen.astype(jnp.float32) + 1e-4).astype(jnp.int32), minimum)
-    wanted = jnp.where(ratio > 1.0, ratio.astype(jnp.int32), by_ratio)
-    return jnp.minimum(wanted, seen)
+def encode(budget: float | int) -> float:
+    """A budget as one number for traced code: a ratio as it is, a count of tokens as its negative."""
+    return budget if isinstance(budget, float) else -float(budget)
+
+
+def tokens_kept_traced(budget: Array, seen: Array, minimum: int = MINIMUM) -> Array:
+    """`tokens_kept` for traced values: budget f32[...] as `encode` gives it, seen int32[...] -> int32[...]."""
+    by_ratio = jnp.maximum(jnp.floor(budget * seen.astype(jnp.float32) + 1e-4).astype(jnp.int32), minimum)
+    return jnp.minimum(jnp.where(budget < 0, (-budget).astype(jnp.int32), by_ratio), seen)
 
 
 def keep_top(scores: Array, filled: Array, budget: Array, protected: Array | None = None) -> Array:

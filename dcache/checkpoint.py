@@ -1,14 +1,16 @@
 """What a run leaves on disk: training checkpoints (Orbax) to go on from, and trained policies to use.
 
-A training checkpoint holds the state, the run's random key and a description of the run; never the language model. Each
-is written beside its final place and renamed, so a run that is killed leaves the last complete one. Orbax does not notice
-changed bytes inside arrays, hence a digest of our own.
+A training checkpoint is a folder named after its step: `arrays/`, written by Orbax, holds the state and the run's random
+key (never the language model), `run.json` describes the run and holds a digest of every file, since Orbax does not notice
+changed bytes inside arrays. The folder is written under another name and renamed when it is complete, so a run that is
+killed leaves the last complete one.
 """
 
 import dataclasses
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from dcache.learn.distill import TrainState
 from dcache.policies import REGISTRY, Trained, make
 from dcache.workdir import atomic_write
 
+ARRAYS, RUN = "arrays", "run.json"
 WEIGHTS, DESCRIPTION = "policy.safetensors", "policy.json"
 
 
@@ -35,7 +38,7 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
 
 
 def _steps(directory: str | os.PathLike[str]) -> list[int]:
-    """Steps of the complete checkpoints: an incomplete one still has its temporary name."""
+    """Steps of the complete checkpoints, ascending; what is being written or deleted has a name with a dot."""
     path = Path(directory)
     return sorted(int(p.name) for p in path.iterdir() if p.name.isdecimal()) if path.is_dir() else []
 
@@ -53,17 +56,26 @@ def save(
     """
     from orbax.checkpoint import v1 as ocp
 
-    tree = {"state": state, "key": jax.random.key_data(key)}
-    description = {"identity": _plain(identity), "step": step}
-    description["digest"] = _digest(tree, description)
-    newest = ocp.training.preservation_policies.LatestN(keep)
+    folder = Path(directory).absolute()
+    temporary = folder / f".{step}"
     try:
-        with ocp.training.Checkpointer(
-            Path(directory).absolute(), preservation_policy=newest, cleanup_tmp_directories=True
-        ) as checkpointer:
-            checkpointer.save(step, tree, custom_metadata=description, force=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob(".*"):  # of a run that was killed
+            shutil.rmtree(leftover)
+        tree = {"state": state, "key": jax.random.key_data(key)}
+        # Orbax's threads print tracebacks of their own when the disk is full: see first whether there is room.
+        atomic_write(temporary / "room", bytes(65536 + 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(tree))))
+        (temporary / "room").unlink()
+        ocp.save(temporary / ARRAYS, tree)
+        run = {"step": step, "identity": _plain(identity), "files": _file_digests(temporary / ARRAYS)}
+        atomic_write(temporary / RUN, json.dumps(run | {"digest": _digest({}, run)}, indent=1))
+        os.rename(temporary, folder / str(step))
+        for old in _steps(folder)[:-keep]:
+            os.rename(folder / str(old), folder / f".{old}")  # one deleted by half must not look complete
+            shutil.rmtree(folder / f".{old}")
     except Exception as error:  # Orbax, TensorStore and the operating system each have errors of their own.
-        last = latest_step(directory)
+        shutil.rmtree(temporary, ignore_errors=True)
+        last = latest_step(folder)
         stays = "there is no older one" if last is None else f"the one of step {last} stays"
         raise CheckpointError(
             f"The checkpoint of step {step} cannot be written to {str(directory)!r} ({_reason(error)}); free disk space and "
@@ -72,23 +84,22 @@ def save(
 
 
 def describe(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """The newest checkpoint's description: `step` and `identity`.
+    """The newest checkpoint's description: `step`, `identity` and `files` (their digests).
 
     Raises:
       CheckpointError: there is no checkpoint, or its description is damaged.
     """
-    from orbax.checkpoint import v1 as ocp
-
     step = latest_step(directory)
     if step is None:
         raise CheckpointError(f"{str(directory)!r} holds no checkpoint; train first, or give another workdir.")
     try:
-        found = ocp.metadata(Path(directory).absolute() / str(step)).custom_metadata
-    except Exception as error:  # as in `save`
-        raise _corrupted(directory, step, _reason(error)) from error
-    if not isinstance(found, dict) or not {"identity", "step", "digest"} <= found.keys():
-        raise _corrupted(directory, step, "its description is incomplete")
-    return found
+        run = json.loads((Path(directory) / str(step) / RUN).read_text(encoding="utf-8"))
+        digest = run.pop("digest")
+    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
+        raise _damaged(directory, step, _reason(error)) from error
+    if digest != _digest({}, run):
+        raise _damaged(directory, step, f"{RUN} has changed")
+    return run
 
 
 def restore(
@@ -108,18 +119,21 @@ def restore(
     """
     from orbax.checkpoint import v1 as ocp
 
-    found = describe(directory)
-    step = found["step"]
-    check_identity(directory, found["identity"], identity)
+    run = describe(directory)
+    folder = Path(directory).absolute() / str(run["step"]) / ARRAYS
+    check_identity(directory, run["identity"], identity)
+    # Before Orbax reads: it would find some damage only, and its threads print tracebacks of their own.
+    files = _file_digests(folder)
+    changed = sorted(name for name in files.keys() | run["files"].keys() if files.get(name) != run["files"].get(name))
+    if changed:
+        raise _damaged(directory, run["step"], f"{ARRAYS}/{changed[0]} is missing or has changed")
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     tree = {"state": template, "key": jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))}
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), tree)
     try:
-        loaded = ocp.load(Path(directory).absolute() / str(step), abstract)
+        loaded = ocp.load(folder, abstract)
     except Exception as error:  # as in `save`
-        raise _corrupted(directory, step, _reason(error)) from error
-    if _digest(loaded, {k: v for k, v in found.items() if k != "digest"}) != found["digest"]:
-        raise _corrupted(directory, step, "its contents do not fit their digest")
+        raise _damaged(directory, run["step"], _reason(error)) from error
     return loaded["state"], jax.random.wrap_key_data(loaded["key"])
 
 
@@ -143,7 +157,7 @@ def check_identity(directory: str | os.PathLike[str], found: Any, wanted: Mappin
         )
 
 
-def _corrupted(directory: str | os.PathLike[str], step: int, reason: str) -> CheckpointError:
+def _damaged(directory: str | os.PathLike[str], step: int, reason: str) -> CheckpointError:
     older = [s for s in _steps(directory) if s < step]
     path = Path(directory) / str(step)
     advice = f"delete it and go on from step {older[-1]} with --resume" if older else "there is no older one, start anew"
@@ -160,6 +174,15 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
     if not isinstance(value, Mapping):
         return {name: value}
     return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{name}.{key}" if name else str(key)).items()}
+
+
+def _file_digests(folder: Path) -> dict[str, str]:
+    """Digest of every file of a folder, by its path in it."""
+    return {
+        str(path.relative_to(folder)): hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def _digest(tree: Any, description: Mapping[str, Any]) -> str:
@@ -258,7 +281,7 @@ def _read_policy(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any], di
 
 
 def _named(params: Any) -> dict[str, Any]:
-    """Weights by name, in the order of the tree's leaves: {"params": {"Dense_0": ...}} -> "params/Dense_0/...".""" 
+    """Weights by name, in the order of the tree's leaves: {"params": {"Dense_0": ...}} -> "params/Dense_0/..."."""
     return {
         "/".join(str(step.key) for step in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)
     }

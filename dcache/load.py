@@ -5,6 +5,7 @@ Only safetensors are read and no code of a model's repository is run.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -19,7 +20,7 @@ import numpy as np
 from dcache.config import PRESETS, ModelConfig
 from dcache.convert import cache_dir, default_model_dir, gguf_dir
 from dcache.errors import ConfigError, DcacheError, LoadError
-from dcache.model import init_params, param_specs
+from dcache.model import init_params, param_specs, unstack
 from dcache.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 Params = dict[str, Any]
@@ -54,6 +55,14 @@ class LanguageModel:
     params: Params
     tokenizer: Tokenizer
     name: str
+
+    @functools.cached_property
+    def decode_params(self) -> Params:
+        """The weights in the layout for decoding token by token: on CPU one dict per layer, a second copy in memory.
+
+        There a scan over stacked layers copies each layer's weights before it uses them, which doubles the cost of a step.
+        """
+        return jax.jit(unstack)(self.params) if jax.default_backend() == "cpu" else self.params
 
 
 def load(name: str | os.PathLike[str], dtype: str = "float32") -> LanguageModel:

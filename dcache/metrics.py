@@ -1,5 +1,6 @@
 """A run's metrics: one JSON object per step in `metrics.jsonl`, and the same numbers as a TensorBoard event file."""
 
+import contextlib
 import json
 import os
 import time
@@ -80,8 +81,8 @@ class Writer:
     def close(self) -> None:
         """Closes both files."""
         try:
-            self._lines.close()
-            self._events.close()
+            with contextlib.closing(self._events), contextlib.closing(self._lines):
+                pass
         except OSError as error:
             raise self._failed(error) from error
 

@@ -198,7 +198,7 @@ def follow(
 
     Args:
       params: stacked. cache: of one prompt (B = 1), stacked, full, with at least the statistics that the policy needs.
-      continuation: int32[T]. budget: f32[A], ratios in (0, 1], or counts above 1.
+      continuation: int32[T]. budget: f32[A], as `budgets.encode` gives them.
       evict_every: 0 for once after the prefill.
 
     Returns:

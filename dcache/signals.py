@@ -14,6 +14,7 @@ granularities: "sequence" (one value per token, averaged over heads and layers),
 | `window_mean`   | attention of the last `WINDOW` queries, divided by `WINDOW`, mean over heads |
 | `window_max`    | the same, maximum over heads (and layers) |
 | `last`          | attention of the last query, mean over heads |
+| `window_mean_near`, `window_max_near` | maximum of the two signals above over the `NEAR` tokens around (an answer spans tokens) |
 | `key_distinct`  | minus the cosine between the key and the mean unit key of its head (KeyDiff) |
 """
 
@@ -33,9 +34,10 @@ Granularity = Literal["sequence", "layer", "head"]
 GRANULARITIES: tuple[Granularity, ...] = ("sequence", "layer", "head")
 ENTROPY_QUERIES = 64
 WINDOW = 32
+NEAR = 7
 
 # Attention spans many orders of magnitude; its logarithm does not.
-_LOGGED = ("alpha", "alpha_last", "sigma", "window_mean", "window_max", "last")
+_LOGGED = ("alpha", "alpha_last", "sigma", "window_mean", "window_max", "window_mean_near", "window_max_near", "last")
 _TINY = 1e-8
 
 
@@ -120,6 +122,16 @@ def _window_max(view: _View) -> Array:
     return per_layer if view.granularity == "layer" else jnp.max(per_layer, axis=0)
 
 
+def _near(signal: Callable[[_View], Array]) -> Callable[[_View], Array]:
+    """The maximum of a signal over the neighbouring tokens."""
+
+    def compute_near(view: _View) -> Array:
+        value = signal(view)
+        return pool(value, positions_of(view.layers.position, view.granularity), NEAR, "max")
+
+    return compute_near
+
+
 def _last(view: _View) -> Array:
     return view.mean(view.layers.stats.last)
 
@@ -158,11 +170,15 @@ SIGNALS: dict[str, Signal] = {
     "pos": Signal(StatsRequest(), _pos),
     "window_mean": Signal(StatsRequest(windows=(WINDOW,)), _window_mean),
     "window_max": Signal(StatsRequest(windows=(WINDOW,)), _window_max),
+    "window_mean_near": Signal(StatsRequest(windows=(WINDOW,)), _near(_window_mean)),
+    "window_max_near": Signal(StatsRequest(windows=(WINDOW,)), _near(_window_max)),
     "last": Signal(StatsRequest(last=True), _last),
     "key_distinct": Signal(StatsRequest(), _key_distinct),
 }
 PAPER_SIGNALS = ("alpha", "vnorm", "sigma", "entropy", "pos")
-EXTENDED_SIGNALS = (*PAPER_SIGNALS, "window_mean", "window_max", "last", "key_distinct")
+EXTENDED_SIGNALS = (
+    *PAPER_SIGNALS, "window_mean", "window_max", "last", "key_distinct", "window_mean_near", "window_max_near"
+)  # fmt: skip
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -245,12 +261,36 @@ def compute(
     return jnp.stack([SIGNALS[name].compute(view) for name in names], axis=-1)
 
 
+def positions_of(position: Array, granularity: Granularity) -> Array:
+    """int32[L, B, K, S] positions as the granularity sees them: [B, S], [L, B, S] or unchanged."""
+    if granularity == "head":
+        return position
+    return position[:, :, 0] if granularity == "layer" else position[0, :, 0]
+
+
+def pool(x: Array, position: Array, kernel: int, pooling: str) -> Array:
+    """Pools a non-negative per-token value over neighbouring tokens, with stride 1; places beyond the ends count as zero.
+
+    Args:
+      x: f32[..., S]. position: int32[..., S], `EMPTY` where there is no token (which then comes after all tokens). After
+        decode-time eviction slots are in any order; neighbours are neighbours in position.
+      kernel: odd number of tokens. pooling: "max" or "avg" (a sum divided by the kernel, at the ends too).
+    """
+    order = jnp.argsort(jnp.where(position >= 0, position, jnp.iinfo(jnp.int32).max), axis=-1)
+    back = jnp.argsort(order, axis=-1)
+    x = jnp.take_along_axis(jnp.where(position >= 0, x, 0.0), order, axis=-1)
+    window, strides = (1,) * (x.ndim - 1) + (kernel,), (1,) * x.ndim
+    side = ((0, 0),) * (x.ndim - 1) + ((kernel // 2, kernel // 2),)
+    if pooling == "max":
+        x = jax.lax.reduce_window(x, 0.0, jax.lax.max, window, strides, side)
+    else:
+        x = jax.lax.reduce_window(x, 0.0, jax.lax.add, window, strides, side) / kernel
+    return jnp.take_along_axis(x, back, axis=-1)
+
+
 def filled(cache: kv.Cache, granularity: Granularity = "sequence") -> Array:
     """bool[B, S], [L, B, S] or [L, B, K, S]: which slots hold a token."""
-    mask = kv.positions(cache) >= 0
-    if granularity == "head":
-        return mask
-    return mask[:, :, 0] if granularity == "layer" else mask[0, :, 0]
+    return positions_of(kv.positions(cache), granularity) >= 0
 
 
 def standardise(names: Sequence[str], raw: Array, mask: Array, *, logs: bool = True) -> Array:

@@ -24,6 +24,10 @@ EVERYTHING = StatsRequest(mass=True, last=True, windows=(WINDOW,), rows=ENTROPY_
 prefill = jax.jit(model.prefill, static_argnums=(1, 4))
 extend = jax.jit(model.extend, static_argnums=1)
 logits_of = jax.jit(model.unembed, static_argnums=2)
+evict = jax.jit(kv.evict)
+compact = jax.jit(kv.compact, static_argnums=(2, 3))
+share = jax.jit(kv.share_prompt, static_argnums=(1, 2))
+grow = jax.jit(kv.grow, static_argnums=1)
 
 
 @functools.cache
@@ -151,6 +155,48 @@ def forward(params, config, tokens, allowed=None):
     head = p["embed"].T if config.tie_embeddings else p["head"]
     logits = _norm(x, p["final_norm"], config.norm_eps) @ head
     return Dense(logits, np.stack(all_probs), np.stack(keys), np.stack(values))
+
+
+PROMPT, STEPS = 70, 6  # longer than both windows (32 and 64)
+
+
+@functools.cache
+def decoded(kind, request=EVERYTHING):
+    """A cache of two sequences (70 and 41 tokens) after 6 decode steps, and what the reference knows of each.
+
+    Args:
+      kind: "prefill" (no steps); "plain"; "sequence" or "head": before every other step a random third of the tokens that
+        are left is dropped, the same in all layers and heads or not, and later tokens take their slots; "unrolled" is
+        "sequence" in the other layout.
+
+    Returns:
+      The cache; for each sequence its `Dense` of the whole text; bool[L, K, T] what is still there; the prompts' lengths.
+    """
+    rng, config = np.random.default_rng(3), TINY
+    layers, heads = config.num_layers, config.num_kv_heads
+    steps = 0 if kind == "prefill" else STEPS
+    lengths = (PROMPT, 41)
+    texts = [some_tokens(n + steps, seed=n) for n in lengths]
+    params = weights()
+    _, cache = read([t[:n] for t, n in zip(texts, lengths, strict=True)], request, pad=PROMPT + STEPS)
+    fed_params = params
+    if kind == "unrolled":
+        cache, fed_params = kv.unstack(cache), model.unstack(params)
+    slots = PROMPT + STEPS
+    allowed = [np.ones((layers, heads, n + steps, n + steps), bool) for n in lengths]
+    for step in range(steps):
+        if kind in ("sequence", "head", "unrolled"):
+            shape = (layers, 2, heads, slots) if kind == "head" else (1, 2, 1, slots)
+            keep = np.broadcast_to(rng.random(shape) > (0.33 if step % 2 == 0 else 0), (layers, 2, heads, slots))
+            position = np.asarray(kv.positions(cache))
+            for l, b, k, s in zip(*np.nonzero(~keep & (position >= 0)), strict=True):
+                allowed[b][l, k, lengths[b] + step :, position[l, b, k, s]] = False
+            cache = evict(cache, jnp.asarray(keep))
+        fed = jnp.asarray([[t[n + step]] for t, n in zip(texts, lengths, strict=True)], jnp.int32)
+        _, cache = extend(fed_params, config, fed, cache)
+    dense = [forward(params, config, t, a) for t, a in zip(texts, allowed, strict=True)]
+    alive = [a[:, :, -1] for a in allowed]
+    return cache, dense, alive, lengths
 
 
 def window_sum(probs, prompt, width):

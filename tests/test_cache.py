@@ -12,16 +12,11 @@ from dcache import model
 from dcache.attention import Segment, Stats, StatsRequest
 from dcache.errors import BudgetError
 from tests import naive
-from tests.naive import TINY
+from tests.naive import TINY, compact, evict, grow, share
 
 L, K, P, T = TINY.num_layers, TINY.num_kv_heads, 14, 20
 CLOSE = dict(rtol=1e-4, atol=2e-4)
 WINDOWED = dataclasses.replace(TINY, sliding_window=6)
-
-evict = jax.jit(kv.evict)
-compact = jax.jit(kv.compact, static_argnums=(2, 3))
-share = jax.jit(kv.share_prompt, static_argnums=(1, 2))
-grow = jax.jit(kv.grow, static_argnums=1)
 
 
 def keep_of(kind, rng, slots=P, batch=1):

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 
 from dcache import cache as kv
-from dcache import policies
+from dcache.policies import REGISTRY, make
 from dcache.attention import StatsRequest
 from dcache.policies.base import keep_set, spread
 from tests import naive
 
 BUDGET = 128  # 25% of 512
 METHODS = {
-    "streaming_llm": policies.make("streaming_llm"),
-    "keydiff": policies.make("keydiff"),
-    "tova": policies.make("tova"),
-    "snapkv_w64_k5": policies.make("snapkv", window=64, kernel=5, pooling="avg"),
-    "snapkv_w32_k7": policies.make("snapkv", window=32, kernel=7, pooling="avg"),
+    "streaming_llm": make("streaming_llm"),
+    "keydiff": make("keydiff"),
+    "tova": make("tova"),
+    "snapkv_w64_k5": make("snapkv", window=64, kernel=5, pooling="avg"),
+    "snapkv_w32_k7": make("snapkv", window=32, kernel=7, pooling="avg"),
 }
 # Rows that the method protects hold a filler of kvpress, not a score.
 PROTECTED = {"streaming_llm": 0, "keydiff": 0, "tova": 1, "snapkv_w64_k5": 64, "snapkv_w32_k7": 32}

@@ -22,12 +22,13 @@ from jax import Array
 
 from dcache import budget as budgets
 from dcache import cache as kv
-from dcache import model, policies, rollout
+from dcache import model, rollout
 from dcache.attention import StatsRequest
 from dcache.config import ModelConfig
 from dcache.data.prompts import Prompt, is_correct
 from dcache.errors import ConfigError, DcacheError
 from dcache.load import LanguageModel
+from dcache.policies import make
 from dcache.policies.base import Policy, Trained, keep_set, slot_positions
 
 BINS = 20
@@ -91,7 +92,7 @@ def heuristic(name: str) -> Trained:
       ConfigError: unknown policy, a policy that must be trained, or one that cannot have that granularity.
     """
     base, _, granularity = name.partition("@")
-    policy = policies.make(base, **({"granularity": granularity} if granularity else {}))
+    policy = make(base, **({"granularity": granularity} if granularity else {}))
     if hasattr(policy, "init"):
         raise ConfigError(f"{name!r} has to be trained first; give the path of a trained policy instead of the name.")
     return Trained(policy, ())
@@ -118,7 +119,7 @@ def make_arms(methods: Mapping[str, Trained], budget_list: Sequence[float | int]
     names = [budget_name(budgets.check(b)) for b in budget_list]
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"The budgets are {', '.join(names) or '(none)'}; give one or more different budgets.")
-    arms = [Arm("full", policies.make("full"), (), 1.0)]
+    arms = [Arm("full", make("full"), (), 1.0)]
     for method, trained in methods.items():
         if method == "full":
             continue
@@ -146,9 +147,8 @@ def _decide(
 
 
 def _alone(cache: kv.Cache, arm: int) -> kv.Cache:
-    """One arm of a batch that shares a prompt, as a batch of one."""
-    axis = 0 if isinstance(cache.layers, tuple) else 1
-    layers = jax.tree.map(lambda x: jax.lax.slice_in_dim(x, arm, arm + 1, axis=axis), cache.layers)
+    """One arm of a stacked batch that shares a prompt, as a batch of one."""
+    layers = jax.tree.map(lambda x: x[:, arm : arm + 1], cache.layers)
     length, rows, entropy = jax.tree.map(lambda x: x[arm : arm + 1], (cache.length, cache.rows, cache.row_entropy))
     return kv.Cache(layers, cache.prompt, length, rows, entropy)
 
@@ -180,7 +180,9 @@ def _evict_prompt(
 def _evict_again(
     students: kv.Cache, policies_: tuple[Policy, ...], weights: Any, allowed: Array, key: Array
 ) -> kv.Cache:
-    caches = [_alone(students, a) for a in range(len(policies_))]
+    # Decided on stacked layers: the tails are short, and the compiler sees each policy once instead of once per layer.
+    view = dataclasses.replace(students, layers=kv.stacked(students))
+    caches = [_alone(view, arm) for arm in range(len(policies_))]
     return kv.evict(students, _decide(policies_, weights, caches, allowed, key))
 
 

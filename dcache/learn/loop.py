@@ -119,7 +119,7 @@ class _Run:
         """Trains to the end or until stopped; returns the number of updates done."""
         experiment = self.experiment
         weights_key, key = jax.random.split(jax.random.key(experiment.seed))
-        start = functools.partial(init_state, policy=experiment.policy, config=experiment.learn)
+        start = jax.jit(functools.partial(init_state, policy=experiment.policy, config=experiment.learn))
         if resumed:
             state, key = checkpoint.restore(self.workdir / "checkpoints", jax.eval_shape(start, weights_key), self.identity)
         else:
@@ -185,7 +185,7 @@ class _Log:
 
     def __init__(self, writer: metrics.Writer, bar: Any, experiment: Experiment):
         self._writer, self._bar, self._learn = writer, bar, experiment.learn
-        self._last = time.monotonic()
+        self._last, self._compiling = time.monotonic(), True
         # As many steps as there are in a block, so that each window holds one pass of the teacher.
         self._window: collections.deque[tuple[int, float]] = collections.deque(maxlen=experiment.teacher_batch)
 
@@ -210,7 +210,13 @@ class _Log:
         self._last = now
         self._writer.write(step, record | {"kind": prompt.kind, "prompt": prompt.name})
         self._bar.set_postfix(kl=f"{numbers['kl']:.3f}", reward=f"{numbers['reward']:.3f}", refresh=False)
-        self._bar.update()
+        if self._compiling:  # the first step's time says nothing about the others'
+            self._compiling = False
+            self._bar.reset()
+            self._bar.initial = self._bar.n = self._bar.last_print_n = step
+            self._bar.set_description("train")
+        else:
+            self._bar.update()
 
 
 def _bar(step: int, steps: int) -> Any:
@@ -218,7 +224,7 @@ def _bar(step: int, steps: int) -> Any:
     from tqdm import tqdm
 
     interval = 0.2 if sys.stderr.isatty() else 30.0
-    return tqdm(total=steps, initial=step, desc="train", unit="step", mininterval=interval, smoothing=0.1)
+    return tqdm(total=steps, initial=step, desc="compiling", unit="step", mininterval=interval, smoothing=0.0)
 
 
 class _Stop:

@@ -94,10 +94,7 @@ def shaped(x: Array, granularity: str) -> Array:
 
 def slot_positions(cache: kv.Cache, granularity: str) -> Array:
     """int32 positions of the slots in the shape of the scores: [B, S], [L, B, S] or [L, B, K, S]."""
-    position = kv.positions(cache)
-    if granularity == "head":
-        return position
-    return position[:, :, 0] if granularity == "layer" else position[0, :, 0]
+    return signals.positions_of(kv.positions(cache), granularity)
 
 
 def recent(cache: kv.Cache, granularity: str, count: Array) -> Array:

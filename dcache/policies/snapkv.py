@@ -2,14 +2,12 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
-from jax import Array
 
 from dcache.attention import StatsRequest
 from dcache.errors import BudgetError, ConfigError
 from dcache.policies.base import Policy, averaged, check_granularity, recent, slot_positions, statistics
-from dcache.signals import Granularity
+from dcache.signals import Granularity, pool
 
 DEFAULT_WINDOW = 32
 
@@ -75,24 +73,17 @@ class SnapKV(Policy):
         position = slot_positions(cache, "head")
         kv_heads = position.shape[2]
         outside = ~recent(cache, "head", jnp.full_like(cache.length, self.width)) & (position >= 0)
-        # After decode-time eviction slots are in any order; neighbours are neighbours in position.
-        order = jnp.argsort(jnp.where(position >= 0, position, jnp.iinfo(jnp.int32).max), axis=-1)[:, :, :, None]
-        back = jnp.argsort(order, axis=-1)
-        masked = jnp.where(outside[:, :, :, None], window.reshape(l, b, kv_heads, n // kv_heads, s) / self.width, 0.0)
-        pooled = pool(jnp.take_along_axis(masked, order, axis=-1), self.kernel, self.pooling)
-        return averaged(jnp.mean(jnp.take_along_axis(pooled, back, axis=-1), axis=3), self.granularity)
+        window = window.reshape(l, b, kv_heads, n // kv_heads, s) / self.width
+        pooled = pool(
+            jnp.where(outside[:, :, :, None], window, 0.0),
+            jnp.broadcast_to(position[:, :, :, None], window.shape),
+            self.kernel,
+            self.pooling,
+        )
+        return averaged(jnp.mean(pooled, axis=3), self.granularity)
 
     def protects(self, cache, budget):
         """The observation window."""
         del budget
         return recent(cache, self.granularity, jnp.full_like(cache.length, self.width))
 
-
-def pool(x: Array, kernel: int, pooling: str) -> Array:
-    """Pools non-negative f32[..., S] along its last axis with stride 1; places beyond the ends count as zero."""
-    window = (1,) * (x.ndim - 1) + (kernel,)
-    strides = (1,) * x.ndim
-    side = ((0, 0),) * (x.ndim - 1) + ((kernel // 2, kernel // 2),)
-    if pooling == "max":
-        return jax.lax.reduce_window(x, 0.0, jax.lax.max, window, strides, side)
-    return jax.lax.reduce_window(x, 0.0, jax.lax.add, window, strides, side) / kernel

@@ -1,0 +1,228 @@
+"""The public functions. They take Python values, choose shapes, and call the pure functions of the other modules."""
+
+import dataclasses
+import functools
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dcache import budget as budgets
+from dcache import model, rollout
+from dcache.attention import StatsRequest
+from dcache.checkpoint import load_policy
+from dcache.errors import ConfigError
+from dcache.load import LanguageModel
+from dcache.generate import Generation, check_tokens, pad_prompts
+from dcache.generate import generate as generate_ids
+from dcache.policies import REGISTRY, make
+from dcache.policies.base import Policy, Trained, keep_set, spread
+
+PRETRAINED = pathlib.Path(__file__).resolve().parent.parent / "policies"
+"""Policies that this project trained, `<model>-<policy>/`; a learned policy's name stands for the one in here."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fidelity:
+    """How faithful a pruned cache is to the full one along a continuation of T tokens.
+
+    Attributes:
+      kl: f32[T], KL(full || pruned) in nats after continuation token i was fed.
+      top1_agrees: bool[T], whether both then name the same most likely token.
+      nll, nll_full: f32[T], negative log-likelihood (nats) of continuation token i itself under the pruned and the full
+        cache. Token 0 is predicted before anything is evicted, so its two values are equal.
+    """
+
+    kl: np.ndarray
+    top1_agrees: np.ndarray
+    nll: np.ndarray
+    nll_full: np.ndarray
+
+
+def resolve(policy: str | os.PathLike[str] | Policy | Trained, **settings: Any) -> Trained:
+    """A policy with its weights: by name, from the folder of a trained policy (or its workdir), or as it is.
+
+    Raises:
+      ConfigError: unknown name or setting, or settings given for something that has its own.
+      CheckpointError: a folder that holds no usable policy.
+    """
+    if isinstance(policy, Policy | Trained):
+        if settings:
+            raise ConfigError(f"Settings {sorted(settings)} were given with a policy object; set its own fields instead.")
+        return policy if isinstance(policy, Trained) else Trained(policy, ())
+    name = os.fspath(policy)
+    if name in REGISTRY:
+        if not hasattr(REGISTRY[name], "init"):
+            return Trained(make(name, **settings), ())
+        path = PRETRAINED / f"smollm2-{name}"
+        if not path.exists():
+            raise ConfigError(f"No trained {name!r} policy lies in {path.name!r}; give the folder of one that you trained.")
+    elif pathlib.Path(name).exists():
+        path = pathlib.Path(name)
+    else:
+        make(name)  # raises, and lists the names
+    if settings:
+        raise ConfigError(f"Settings {sorted(settings)} were given with a trained policy; they are part of its training.")
+    return load_policy(path)
+
+
+def logits(lm: LanguageModel, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Logits of the full-cache model after every token: int[T] -> f32[T, V].
+
+    Raises:
+      ConfigError: no tokens, ids outside the vocabulary, or more than the context holds.
+    """
+    tokens = check_tokens(tokens, lm.config, what="`tokens`")
+    padded, length = pad_prompts([tokens])
+    return np.asarray(_logits(lm.params, lm.config, padded, length)[0, : len(tokens)])
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _logits(params, config, tokens, length):
+    hidden, _ = model.prefill(params, config, tokens, length, StatsRequest())
+    return model.unembed(params, hidden, config)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "policy"))
+def _score(params, config, policy, weights, tokens, length, key):
+    _, cache = model.prefill(params, config, tokens, length, policy.needs)
+    return spread(policy.scores(weights, cache, key), cache, policy.granularity)[:, 0]
+
+
+@functools.partial(jax.jit, static_argnames=("config", "policy"))
+def _keep(params, config, policy, weights, tokens, length, budget, key):
+    _, cache = model.prefill(params, config, tokens, length, policy.needs)
+    return keep_set(policy, weights, cache, budgets.tokens_kept_traced(budget, length), key)[:, 0]
+
+
+@functools.partial(jax.jit, static_argnames=("config", "policy", "evict_every"))
+def _follow(params, config, policy, weights, tokens, length, continuation, budget, key, evict_every):
+    hidden, cache = model.prefill(params, config, tokens, length, policy.needs)
+    first = jax.nn.log_softmax(model.last_logits(params, config, hidden, length))
+    teacher = rollout.teacher_log_probs(params, config, cache, continuation)
+    student, _ = rollout.follow(
+        params, config, policy, weights, cache, continuation, budget, key, evict_every=evict_every
+    )
+    return first[0], teacher, student[0], rollout.kl_divergence(teacher, student[0])
+
+
+def score(
+    lm: LanguageModel, tokens: Sequence[int] | np.ndarray, policy: str | Policy | Trained, *, seed: int = 0, **settings: Any
+) -> np.ndarray:
+    """Scores of a prompt's tokens after the prefill: int[T] -> f32[L, K, T], higher = keep.
+
+    A method that decides per layer or per sequence gives the same value to all heads (and layers). Tokens that the method
+    always keeps (see `keep`) have scores like all others.
+
+    Args:
+      policy: name, path or object, see `dcache.policies`. settings: the policy's own fields. seed: for `random`.
+    """
+    tokens = check_tokens(tokens, lm.config, what="`tokens`")
+    trained = resolve(policy, **settings)
+    padded, length = pad_prompts([tokens])
+    scores = _score(lm.params, lm.config, trained.policy, trained.params, padded, length, jax.random.key(seed))
+    return np.asarray(scores[..., : len(tokens)])
+
+
+def keep(
+    lm: LanguageModel, tokens: Sequence[int] | np.ndarray, policy: str | Policy | Trained, budget: float | int, *,
+    seed: int = 0, **settings: Any,
+) -> np.ndarray:  # fmt: skip
+    """The keep-set of a prompt after the prefill: int[T] -> bool[L, K, T].
+
+    Args:
+      budget: ratio (float in (0, 1], never below 32 tokens) or number of tokens (int), per head.
+
+    Raises:
+      BudgetError: no budget, or smaller than what the method always keeps.
+    """
+    tokens = check_tokens(tokens, lm.config, what="`tokens`")
+    trained = resolve(policy, **settings)
+    fitted = trained.policy.fit(budgets.tokens_kept(budget, len(tokens)))
+    padded, length = pad_prompts([tokens])
+    encoded = jnp.float32(budgets.encode(budgets.check(budget)))
+    kept = _keep(lm.params, lm.config, fitted, trained.params, padded, length, encoded, jax.random.key(seed))
+    return np.asarray(kept[..., : len(tokens)])
+
+
+def fidelity(
+    lm: LanguageModel, prompt_tokens: Sequence[int] | np.ndarray, continuation_tokens: Sequence[int] | np.ndarray,
+    policy: str | Policy | Trained, budget: float | int, *, evict_every: int = 0, seed: int = 0, **settings: Any,
+) -> Fidelity:  # fmt: skip
+    """Compares the pruned with the full cache along a given continuation.
+
+    The prompt is prefilled whole, then evicted; then the continuation is fed, with another eviction every `evict_every`
+    tokens (0: none).
+
+    Args:
+      prompt_tokens: int[S]. continuation_tokens: int[T].
+
+    Raises:
+      ConfigError, BudgetError: bad tokens, policy, settings or budget.
+    """
+    prompt = check_tokens(prompt_tokens, lm.config, what="`prompt_tokens`")
+    continuation = check_tokens(continuation_tokens, lm.config, len(prompt), what="`continuation_tokens`")
+    if evict_every < 0:
+        raise ConfigError(f"evict_every is {evict_every}; give 0 (once, after the prefill) or a number of tokens.")
+    trained = resolve(policy, **settings)
+    fitted = trained.policy.fit(budgets.tokens_kept(budget, len(prompt)))
+    # Padding the continuation to whole chunks (or to few shapes) changes nothing before the padding.
+    unit = min(evict_every, len(continuation)) or 16
+    fed = np.zeros(-(-len(continuation) // unit) * unit, np.int32)
+    fed[: len(continuation)] = continuation
+    padded, length = pad_prompts([prompt])
+    encoded = jnp.asarray([budgets.encode(budgets.check(budget))], jnp.float32)
+    first, teacher, student, kl = _follow(
+        lm.params, lm.config, fitted, trained.params, padded, length, jnp.asarray(fed), encoded, jax.random.key(seed),
+        evict_every=unit if evict_every else 0,
+    )  # fmt: skip
+    count = len(continuation)
+    before = np.arange(count - 1)
+
+    def nll(log_probs):
+        rest = np.asarray(log_probs)[before, continuation[1:]]
+        return -np.concatenate([[np.asarray(first)[continuation[0]]], rest]).astype(np.float32)
+
+    agrees = np.asarray(jnp.argmax(teacher, axis=-1) == jnp.argmax(student, axis=-1))[:count]
+    return Fidelity(np.asarray(kl)[:count], agrees, nll(student), nll(teacher))
+
+
+def generate(
+    lm: LanguageModel, prompts: str | Sequence[str | np.ndarray | Sequence[int]],
+    policy: str | Policy | Trained = "distillcache", budget: float | int = 0.25, *, max_new_tokens: int = 64,
+    temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, evict_every: int = 16, chat: bool = True,
+    on_tokens: Callable[[np.ndarray], None] | None = None, **settings: Any,
+) -> Generation:  # fmt: skip
+    """Generates text with an evicted cache, for one or more prompts of any lengths at once.
+
+    Args:
+      prompts: texts, or token ids that are taken as they are.
+      policy: name, path or object. budget: ratio or number of tokens; it grows with the tokens seen if it is a ratio.
+      max_new_tokens: a sequence ends earlier at an end-of-text token.
+      temperature: 0 for the most likely token. top_p: sample from the smallest set with this mass. seed: of the sampling.
+      evict_every: tokens between evictions while decoding; 0 for one eviction after the prefill.
+      chat: put texts through the model's chat template.
+      on_tokens: called with new tokens int32[B, n] as they come, -1 after a sequence's end.
+
+    Raises:
+      ConfigError, BudgetError: empty or too long prompts, unknown policy or setting, a budget that is none.
+    """
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    trained = resolve(policy, **settings)
+
+    def ids(prompt) -> np.ndarray:
+        if not isinstance(prompt, str):
+            return np.asarray(prompt)
+        if not prompt.strip():
+            raise ConfigError("A prompt is an empty text; give at least one word.")
+        return lm.tokenizer.chat(prompt) if chat else lm.tokenizer.encode(prompt)
+
+    return generate_ids(
+        lm, [ids(p) for p in prompts], trained, budget, max_new_tokens=max_new_tokens, temperature=temperature,
+        top_p=top_p, seed=seed, evict_every=evict_every, on_tokens=on_tokens,
+    )  # fmt: skip

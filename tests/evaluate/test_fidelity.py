@@ -1,0 +1,316 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import LENGTH, Numbers, make_prompt
+
+from dcache import cache as kv
+from dcache import model, policies, rollout
+from dcache.attention import StatsRequest
+from dcache.budget import tokens_kept
+from dcache.errors import BudgetError, ConfigError, DcacheError
+from dcache.evaluate import fidelity
+from dcache.policies.base import Trained, keep_set
+from dcache.policies.distillcache import DistillCache
+
+SETTINGS = fidelity.Settings(length=LENGTH, horizon=8, new_tokens=6, batch=2)
+BUDGETS = (0.75, 12)
+NAMES = ("random", "streaming_llm", "h2o", "snapkv", "tova", "keydiff", "h2o@sequence")
+
+prefill = jax.jit(model.prefill, static_argnums=(1, 4))
+extend = jax.jit(model.extend, static_argnums=1)
+unembed = jax.jit(model.unembed, static_argnums=2)
+
+
+@pytest.fixture(scope="module")
+def methods():
+    policy = DistillCache(hidden=16)
+    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(1), x.shape), policy.init(jax.random.key(0)))
+    return {name: fidelity.heuristic(name) for name in NAMES} | {"learnt": Trained(policy, params)}
+
+
+@pytest.fixture(scope="module")
+def arms(methods, prompts):
+    return fidelity.make_arms(methods, BUDGETS, min(len(p.tokens) for p in prompts))
+
+
+@pytest.fixture(scope="module")
+def records(lm, prompts, arms):
+    return list(fidelity.evaluate(lm, prompts, arms, SETTINGS))
+
+
+def cells(record):
+    """(method, budget) -> cell."""
+    return {(m, b): cell for m, budgets in record["arms"].items() for b, cell in budgets.items()}
+
+
+def same(a, b, tolerance=1e-4):
+    """Whether two cells hold the same numbers, and the same text."""
+    return a.keys() == b.keys() and all(
+        np.allclose(a[k], b[k], atol=tolerance) if isinstance(a[k], float | list) else a[k] == b[k] for k in a
+    )
+
+
+def decode(lm, cache, tokens):
+    """Feeds tokens one by one; log-probabilities f32[T, V]."""
+    rows = []
+    for token in tokens:
+        hidden, cache = extend(lm.params, lm.config, jnp.full((1, 1), int(token), jnp.int32), cache)
+        rows.append(jax.nn.log_softmax(unembed(lm.params, hidden[0, 0], lm.config)))
+    return np.asarray(jnp.stack(rows))
+
+
+def prompt_cache(lm, prompt, request):
+    """Logits after the prompt f32[V] and the cache of the prompt alone, without padding."""
+    tokens = jnp.asarray(prompt.tokens)[None]
+    length = jnp.asarray([len(prompt.tokens)], jnp.int32)
+    hidden, cache = prefill(lm.params, lm.config, tokens, length, request)
+    return unembed(lm.params, hidden[0, -1], lm.config), cache
+
+
+def greedy(lm, cache, first, count):
+    """Greedy tokens, one decode step after the other."""
+    tokens = [int(first)]
+    for _ in range(count - 1):
+        hidden, cache = extend(lm.params, lm.config, jnp.full((1, 1), tokens[-1], jnp.int32), cache)
+        tokens.append(int(jnp.argmax(unembed(lm.params, hidden[0, 0], lm.config))))
+    return tokens
+
+
+def bare(cache, room):
+    return kv.grow(kv.restrict(cache, StatsRequest()), room)
+
+
+def test_against_one_arm_at_a_time_with_compaction(lm, prompts, arms, records):
+    """The naive way: every arm reads its prompt alone and unpadded, compacts its cache, and decodes token by token."""
+    for prompt, record in zip(prompts, records, strict=True):
+        assert record["name"] == prompt.name and record["counted"] == 8 and record["length"] == len(prompt.tokens)
+        for arm in arms:
+            if arm.method == "random":
+                continue  # its random numbers depend on the shape of the cache
+            logits, cache = prompt_cache(lm, prompt, arm.policy.needs)
+            budget = tokens_kept(arm.budget, len(prompt.tokens))
+            keep = keep_set(arm.policy, arm.params, cache, jnp.asarray([budget], jnp.int32), jax.random.key(0))
+            kept = len(prompt.tokens) if arm.method == "full" else budget
+            small = kv.compact(kv.restrict(cache, StatsRequest()), keep, kept, 8)
+            full = bare(cache, 8)
+            tokens = greedy(lm, full, jnp.argmax(logits), 8) if prompt.kind == "retrieval" else prompt.continuation[:8]
+            p, q = decode(lm, full, tokens), decode(lm, small, tokens)
+            cell = cells(record)[arm.method, fidelity.budget_name(arm.budget)]
+            assert np.isclose(cell["kl"], np.mean(np.sum(np.exp(p) * (p - q), axis=-1)), atol=2e-5), arm
+            assert np.isclose(cell["top1"], np.mean(p.argmax(-1) == q.argmax(-1)))
+            assert np.isclose(cell["nll"], -np.mean(q[np.arange(7), tokens[1:]]), atol=1e-4)
+            assert np.isclose(cell["kept"], kept / len(prompt.tokens), atol=1e-4)
+            if prompt.kind == "retrieval":
+                assert cell["answer"] == lm.tokenizer.decode(greedy(lm, small, tokens[0], 6))
+            else:
+                assert "answer" not in cell
+
+
+def test_full_cache_is_its_own_teacher(records):
+    for record in records:
+        cell = record["arms"]["full"]["100%"]
+        assert abs(cell["kl"]) < 1e-6 and cell["top1"] == 1.0 and cell["kept"] == 1.0 and cell["retained"] == [1.0] * 20
+    differ = [c["kl"] for record in records for (m, _), c in cells(record).items() if m != "full"]
+    assert min(differ) > 1e-5  # eviction shows: the comparison above is not one of equals
+
+
+def test_whole_budget_changes_nothing(lm, prompts, methods):
+    arms = fidelity.make_arms({name: methods[name] for name in ("h2o", "tova", "learnt")}, [1.0], 40)
+    for record in fidelity.evaluate(lm, prompts[2:4], arms, SETTINGS):
+        full = record["arms"]["full"]["100%"]
+        for cell in cells(record).values():
+            assert abs(cell["kl"]) < 1e-6 and np.isclose(cell["nll"], full["nll"], atol=1e-5)
+            assert cell.get("answer") == full.get("answer")
+
+
+def test_arms_alone_equal_arms_together(lm, prompts, arms, records):
+    chosen = [arm for arm in arms if arm.method in ("random", "snapkv", "learnt")]
+    for arm in chosen:
+        for record, together in zip(fidelity.evaluate(lm, prompts[:2], [arms[0], arm], SETTINGS), records, strict=False):
+            key = arm.method, fidelity.budget_name(arm.budget)
+            assert same(cells(record)[key], cells(together)[key])
+
+
+def test_order_and_batch_do_not_matter(lm, prompts, arms, records):
+    by_name = {record["name"]: record for record in records}
+    settings = dataclasses.replace(SETTINGS, batch=3)
+    shuffled = list(fidelity.evaluate(lm, [prompts[i] for i in (4, 2, 0, 3, 1)], arms, settings))
+    assert {record["name"] for record in shuffled} == set(by_name)
+    for record in shuffled:
+        for key, cell in cells(record).items():
+            assert same(cell, cells(by_name[record["name"]])[key]), key
+
+
+def test_deterministic_and_seeded(lm, prompts, arms, records):
+    chosen = [arm for arm in arms if arm.method in ("full", "random")]
+    first, again = (list(fidelity.evaluate(lm, prompts[3:], chosen, SETTINGS)) for _ in range(2))
+    other = list(fidelity.evaluate(lm, prompts[3:], chosen, dataclasses.replace(SETTINGS, seed=1)))
+    assert first == again
+    assert first[0]["arms"]["random"]["75%"]["kl"] != other[0]["arms"]["random"]["75%"]["kl"]
+    assert first[0]["arms"]["random"]["75%"]["retained"] != first[1]["arms"]["random"]["75%"]["retained"]
+
+
+@pytest.mark.parametrize("every", [2, 8])
+def test_repeated_eviction_against_rollout(lm, prompts, arms, methods, every):
+    settings = dataclasses.replace(SETTINGS, evict_every=every, batch=2)
+    chosen = [arm for arm in arms if arm.method in ("full", "h2o", "tova", "snapkv", "keydiff", "learnt")]
+    follow = jax.jit(
+        functools.partial(rollout.follow, evict_every=every), static_argnames=("config", "policy")
+    )
+    request = functools.reduce(lambda a, b: a | b, (arm.policy.needs for arm in chosen))
+    for prompt, record in zip(
+        (prompts[1], prompts[3]), fidelity.evaluate(lm, (prompts[1], prompts[3]), chosen, settings), strict=True
+    ):
+        logits, cache = prompt_cache(lm, prompt, request)
+        full = bare(cache, 8)
+        tokens = prompt.continuation[:8]
+        if prompt.kind == "retrieval":
+            tokens = np.asarray(greedy(lm, full, jnp.argmax(logits), 8), np.int32)
+        p = decode(lm, full, tokens)
+        for arm in chosen[1:]:
+            budget, key = jnp.asarray([arm.budget], jnp.float32), jax.random.key(0)
+            q, keep = follow(lm.params, lm.config, arm.policy, arm.params, cache, jnp.asarray(tokens), budget, key)
+            cell = cells(record)[arm.method, fidelity.budget_name(arm.budget)]
+            kl = np.mean(np.sum(np.exp(p) * (p - np.asarray(q[0])), axis=-1))
+            assert np.isclose(cell["kl"], kl, atol=2e-5), arm
+            assert np.isclose(cell["kept"], float(keep.mean()), atol=1e-4)
+            if prompt.kind == "retrieval":
+                # Each token of the answer is the most likely one when the tokens before it are fed.
+                answer = lm.tokenizer.encode(cell["answer"])
+                fed = jnp.asarray(np.concatenate([answer, [0, 0]]), jnp.int32)
+                q, _ = follow(lm.params, lm.config, arm.policy, arm.params, cache, fed, budget, key)
+                assert np.array_equal(answer[1:], np.asarray(q[0]).argmax(-1)[: len(answer) - 1])
+
+
+def test_eviction_after_every_token_differs_from_once(lm, prompts, arms, records):
+    settings = dataclasses.replace(SETTINGS, evict_every=1)
+    chosen = [arms[0], next(arm for arm in arms if arm.method == "tova" and arm.budget == 12)]
+    (record,) = fidelity.evaluate(lm, prompts[:1], chosen, settings)
+    once = records[0]["arms"]["tova"]["12 tokens"]
+    again = record["arms"]["tova"]["12 tokens"]
+    assert again["kept"] == once["kept"] and again["kl"] != pytest.approx(once["kl"], abs=1e-6)
+
+
+def test_stop_token_ends_trajectory_and_answer(lm, prompts, arms):
+    prompt = prompts[0]
+    logits, cache = prompt_cache(lm, prompt, StatsRequest())
+    own = greedy(lm, bare(cache, 8), jnp.argmax(logits), 8)
+    assert len(set(own[:4])) == 4  # so that the third token is a stop that comes first in place 2
+    stopping = dataclasses.replace(lm, tokenizer=Numbers(eos_ids=(own[2],)))
+    right = dataclasses.replace(prompt, answers=(f"{own[0]} {own[1]}",))
+    (record,) = fidelity.evaluate(stopping, [right], arms[:3], SETTINGS)
+    assert record["counted"] == 2
+    assert record["arms"]["full"]["100%"]["answer"] == f"{own[0]} {own[1]}"
+    assert record["arms"]["full"]["100%"]["correct"]
+    p = decode(lm, bare(cache, 8), own)
+    assert np.isclose(record["arms"]["full"]["100%"]["nll"], -p[0, own[1]], atol=1e-4)
+
+    silent = dataclasses.replace(lm, tokenizer=Numbers(eos_ids=(own[0],)))
+    (record,) = fidelity.evaluate(silent, [right], arms[:3], SETTINGS)
+    cell = record["arms"]["random"]["75%"]
+    assert record["counted"] == 0 and cell["kl"] is None and cell["nll"] is None and cell["answer"] == ""
+    assert not cell["correct"]
+
+
+def test_short_continuation_counts_only_its_tokens(lm, prompts, arms):
+    text = dataclasses.replace(prompts[3], continuation=prompts[3].continuation[:3])
+    (record,) = fidelity.evaluate(lm, [text], arms[:3], SETTINGS)
+    (whole,) = fidelity.evaluate(lm, [prompts[3]], arms[:3], SETTINGS)
+    assert record["counted"] == 3
+    assert record["arms"]["random"]["75%"]["kl"] != whole["arms"]["random"]["75%"]["kl"]
+
+
+def test_no_answers(lm, prompts, arms):
+    (record,) = fidelity.evaluate(lm, prompts[:1], arms[:3], dataclasses.replace(SETTINGS, new_tokens=0))
+    assert "answer" not in record["arms"]["full"]["100%"]
+
+
+def test_retained_share_by_position(lm):
+    """60 tokens in 20 bins of 3; StreamingLLM keeps 0-3 and 49-59 of them."""
+    arms = fidelity.make_arms({"streaming_llm": fidelity.heuristic("streaming_llm")}, [15], 60)
+    settings = fidelity.Settings(length=64, horizon=2, new_tokens=0, batch=1)
+    (record,) = fidelity.evaluate(lm, [make_prompt(7, "text", 60)], arms, settings)
+    third = round(1 / 3, 4)
+    expected = [1.0, third, *[0.0] * 14, round(2 / 3, 4), 1.0, 1.0, 1.0]
+    assert np.allclose(record["arms"]["streaming_llm"]["15 tokens"]["retained"], expected, atol=1e-4)
+
+
+def test_skipped_prompts_leave_the_others_unchanged(lm, prompts, arms, records):
+    rest = list(fidelity.evaluate(lm, prompts, arms, SETTINGS, skip=frozenset({"retrieval0", "retrieval2", "text3"})))
+    assert rest == [records[1], records[4]]
+
+
+def test_fitted_to_the_shortest_prompt(methods):
+    arms = fidelity.make_arms({"snapkv": methods["snapkv"]}, [0.5, 200], 100)
+    assert [arm.policy.window for arm in arms[1:]] == [12, 25]  # a quarter of 50, and of the 100 that there are at most
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("h3o", "Unknown policy"),
+        ("tova@sequence", "no setting granularity"),
+        ("h2o@token", "granularity"),
+        ("distillcache", "trained first"),
+    ],
+)
+def test_unknown_heuristics(name, message):
+    with pytest.raises(ConfigError, match=message):
+        fidelity.heuristic(name)
+
+
+def test_bad_budgets(methods):
+    for wrong in (0, 1.5, True):
+        with pytest.raises(BudgetError, match="budget is"):
+            fidelity.make_arms(methods, [wrong], 100)
+    with pytest.raises(BudgetError, match="streaming_llm always keeps 4"):
+        fidelity.make_arms({"streaming_llm": methods["streaming_llm"]}, [3], 100)
+    for wrong in ([], [0.5, 0.5]):
+        with pytest.raises(ConfigError, match="different budgets"):
+            fidelity.make_arms(methods, wrong, 100)
+
+
+def test_bad_prompts_are_refused_before_any_work(lm, prompts, arms):
+    def run(prompts, arms=arms):
+        next(iter(fidelity.evaluate(lm, prompts, arms, SETTINGS)))
+
+    with pytest.raises(ConfigError, match="has 49 tokens"):
+        run([make_prompt(0, "text", LENGTH + 1)])
+    with pytest.raises(ConfigError, match="has 0 tokens"):
+        run([dataclasses.replace(prompts[0], tokens=np.zeros(0, np.int32))])
+    with pytest.raises(ConfigError, match="same name"):
+        run([prompts[0], prompts[0]])
+    with pytest.raises(ConfigError, match="full cache"):
+        run(prompts, arms[1:])
+
+
+def test_bad_settings():
+    for wrong in (dict(length=0), dict(batch=0), dict(new_tokens=-1), dict(horizon=8, evict_every=3)):
+        with pytest.raises(ConfigError):
+            fidelity.Settings(**{"length": 8, **wrong})
+
+
+def test_damaged_weights_are_named(lm, prompts, arms):
+    damaged = dataclasses.replace(lm, params=jax.tree.map(lambda x: x * jnp.nan, lm.params))
+    with pytest.raises(DcacheError, match="'text3' is not finite"):
+        next(iter(fidelity.evaluate(damaged, prompts[3:], arms[:2], SETTINGS)))
+
+
+def test_few_arms_at_once_give_the_same(lm, prompts, arms, records, monkeypatch):
+    """With little memory for logits the arms are compared in groups, the last one smaller."""
+    monkeypatch.setattr(fidelity, "_LOGIT_BYTES", 2.5 * 4 * 8 * lm.config.vocab_size)
+    settings = dataclasses.replace(SETTINGS, batch=1)  # other shapes than before: compiled anew
+    fidelity._score.clear_cache()
+    (record,) = fidelity.evaluate(lm, prompts[3:4], arms[:6], settings)
+    fidelity._score.clear_cache()
+    for key, cell in cells(record).items():
+        assert same(cell, cells(records[3])[key])
+
+
+def test_registered_policies_are_all_usable():
+    for name in sorted(set(policies.REGISTRY) - {"distillcache"}):
+        assert fidelity.heuristic(name).policy.name == name
