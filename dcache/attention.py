@@ -96,23 +96,29 @@ def visible(query_position: Array, key_position: Array, sliding_window: int | No
     return seen
 
 
+def _einsum(spec: str, x: Array, y: Array) -> Array:
+    """A product of two tensors of one dtype, accumulated and returned in float32."""
+    if x.dtype != jnp.float32 and jax.default_backend() == "cpu":
+        # XLA's CPU backend has no batched bfloat16 product with a float32 result.
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
+
+
 def _logits(q: Array, k: Array) -> Array:
     """q [B,T,K,G,H] . k [B or 1,K,S,H] -> f32[B,K,G,T,S], scaled."""
     scale = 1.0 / math.sqrt(q.shape[-1])
     if k.shape[0] == 1 and q.shape[0] > 1:
         # One matrix product per key/value head for the whole batch: the shared keys are read once.
-        out = jnp.einsum("btkgh,ksh->bkgts", q, k[0], preferred_element_type=jnp.float32)
-    else:
-        out = jnp.einsum("btkgh,bksh->bkgts", q, k, preferred_element_type=jnp.float32)
-    return out * scale
+        return _einsum("btkgh,ksh->bkgts", q, k[0]) * scale
+    return _einsum("btkgh,bksh->bkgts", q, k) * scale
 
 
 def _mix(probs: Array, v: Array) -> Array:
     """probs f32[B,K,G,T,S], v [B or 1,K,S,H] -> f32[B,T,K,G,H]."""
     probs = probs.astype(v.dtype)
     if v.shape[0] == 1 and probs.shape[0] > 1:
-        return jnp.einsum("bkgts,ksh->btkgh", probs, v[0], preferred_element_type=jnp.float32)
-    return jnp.einsum("bkgts,bksh->btkgh", probs, v, preferred_element_type=jnp.float32)
+        return _einsum("bkgts,ksh->btkgh", probs, v[0])
+    return _einsum("bkgts,bksh->btkgh", probs, v)
 
 
 def attend(

@@ -55,17 +55,21 @@ def keep_top(scores: Array, filled: Array, budget: Array, protected: Array | Non
     Returns:
       bool[..., S] with min(budget, filled slots) true values; ties go to the lower slot.
     """
-    if protected is not None:
-        # Larger than any score, but still ordered by score among the protected.
-        span = jnp.max(jnp.where(filled, jnp.abs(scores), 0.0), axis=-1, keepdims=True)
-        scores = jnp.where(protected, scores + 2.0 * span + 1.0, scores)
-    lowest = jnp.finfo(jnp.float32).min
-    scores = jnp.where(filled, scores, lowest)
+    if protected is None:
+        return _top(scores, filled, budget)
+    first = _top(scores, filled & protected, budget)
+    rest = budget - jnp.sum(first, axis=-1, dtype=jnp.int32)
+    return first | _top(scores, filled & ~protected, rest)
+
+
+def _top(scores: Array, candidates: Array, budget: Array) -> Array:
+    """The `budget` candidates of highest score; one sort, ties to the lower slot."""
+    scores = jnp.where(candidates, scores, jnp.finfo(jnp.float32).min)
     descending = -jnp.sort(-scores, axis=-1)
     last = jnp.clip(budget - 1, 0, scores.shape[-1] - 1)
     threshold = jnp.take_along_axis(descending, last[..., None], axis=-1)
     above = scores > threshold
-    ties = (scores == threshold) & filled
+    ties = (scores == threshold) & candidates
     room = budget[..., None] - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
     keep = above | (ties & (jnp.cumsum(ties, axis=-1, dtype=jnp.int32) <= room))
-    return keep & filled & (budget[..., None] > 0)
+    return keep & candidates & (budget[..., None] > 0)

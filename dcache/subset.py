@@ -76,7 +76,14 @@ def entropy(scores: Array, filled: Array, budget: Array, most: int) -> Array:
 
 def log_partition(scores: Array, filled: Array, budget: Array, most: int) -> Array:
     """log Z(s, B) = log of the elementary symmetric polynomial e_B(exp(s)) over the filled slots, f32 scalar."""
-    return _tables(scores, filled, most, keep_all=False)[0][budget]
+    centre = _centre(scores, filled, budget)
+    return _tables(scores - centre, filled, most, keep_all=False)[0][budget] + budget.astype(jnp.float32) * centre
+
+
+def _centre(scores: Array, filled: Array, budget: Array) -> Array:
+    """The B-th largest score. Subtracted from all, it keeps the table small, hence exact, for widely spread scores."""
+    descending = -jnp.sort(jnp.where(filled, -scores, jnp.inf))
+    return jax.lax.stop_gradient(jnp.where(budget > 0, descending[jnp.maximum(budget - 1, 0)], 0.0))
 
 
 def _tables(scores: Array, filled: Array, most: int, *, keep_all: bool) -> tuple[Array, Array | None]:
@@ -94,6 +101,7 @@ def _tables(scores: Array, filled: Array, most: int, *, keep_all: bool) -> tuple
 
 def _sample_subset(key: Array, scores: Array, filled: Array, budget: Array, most: int) -> Array:
     """Walks the slots backwards: slot i is kept with its exact probability given how many are still wanted."""
+    scores = scores - _centre(scores, filled, budget)
     final, before = _tables(scores, filled, most, keep_all=True)
     after = jnp.concatenate([before[1:], final[None]])
     uniform = jax.random.uniform(key, scores.shape)

@@ -151,7 +151,9 @@ def test_attend_segments_equal_one(getkey):
     shared = Segment(k[:1, :, :4], v[:1, :, :4])
     own = Segment(k[:, :, 4:], v[:, :, 4:])
     position = jax.random.permutation(getkey(), jnp.asarray([-1, 0, 1, 2, 3, 4, 5], jnp.int32))
-    position = jnp.stack([jax.random.permutation(k_, position) for k_ in jax.random.split(getkey(), 6)]).reshape(3, 2, 7)
+    position = jnp.stack([jax.random.permutation(k_, position) for k_ in jax.random.split(getkey(), 6)]).reshape(
+        3, 2, 7
+    )
     query = jnp.asarray([[3, 4], [5, 9], [6, 7]], jnp.int32)
     out, probs = attend(q[:, :2], [shared, own], query, position)
     repeat = [jnp.concatenate([jnp.repeat(x[:1, :, :4], 3, 0), x[:, :, 4:]], axis=2) for x in (k, v)]
@@ -179,7 +181,9 @@ def test_probabilities_are_float32_for_bfloat16(getkey):
     out, probs = attend(q, [Segment(k, v)], position[None], jnp.broadcast_to(position, (1, 2, 100)))
     assert out.dtype == jnp.bfloat16 and probs.dtype == jnp.float32
     np.testing.assert_allclose(probs.sum(-1), 1, rtol=1e-5)
-    want, p = dense_attention(*(x[0].astype(jnp.float32) for x in (q, k, v)), np.broadcast_to(causal(100), (2, 100, 100)))
+    want, p = dense_attention(
+        *(x[0].astype(jnp.float32) for x in (q, k, v)), np.broadcast_to(causal(100), (2, 100, 100))
+    )
     np.testing.assert_allclose(probs[0], p, rtol=1e-3, atol=1e-5)  # the inputs are rounded, the arithmetic is not
     np.testing.assert_allclose(out[0].astype(jnp.float32), want, atol=0.03)
 

@@ -45,7 +45,9 @@ def test_tokens_kept_by_hand():
     assert budgets.tokens_kept(0.0001, 100, minimum=0) == 0
 
 
-RATIOS = sorted({0.5, 0.25, 0.125, 0.0625, 0.9, 0.99, 1.0, 1 / 3, 2 / 3, *(i / 20 for i in range(1, 20)), 0.07, 0.29, 0.57, 0.58})
+RATIOS = sorted(
+    {0.5, 0.25, 0.125, 0.0625, 0.9, 0.99, 1.0, 1 / 3, 2 / 3, *(i / 20 for i in range(1, 20)), 0.07, 0.29, 0.57, 0.58}
+)
 
 
 @pytest.mark.parametrize("minimum", [1, 32])
@@ -65,7 +67,7 @@ def test_traced_equals_python(minimum):
 def test_traced_counts():
     seen = jnp.asarray([1, 5, 40, 5000], jnp.int32)
     for count in (2, 5, 33, 4999, 6000):
-        got = budgets.tokens_kept_traced(jnp.float32(count), seen)
+        got = budgets.tokens_kept_traced(jnp.float32(budgets.encode(count)), seen)
         np.testing.assert_array_equal(got, [budgets.tokens_kept(count, int(n)) for n in seen])
         assert got.dtype == jnp.int32
 
@@ -99,7 +101,10 @@ def test_keep_top_counts_with_random_scores(getkey):
     np.testing.assert_array_equal(keep.sum(-1), np.minimum(budget, np.asarray(filled).sum(-1)))
     assert not keep[~np.asarray(filled)].any()
     for row in range(2):
-        assert np.asarray(scores)[row][keep[row]].min() > np.asarray(scores)[row][~keep[row] & np.asarray(filled)[row]].max()
+        assert (
+            np.asarray(scores)[row][keep[row]].min()
+            > np.asarray(scores)[row][~keep[row] & np.asarray(filled)[row]].max()
+        )
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-4, 1e-9, 1e6, 1e30])

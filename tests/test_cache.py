@@ -71,9 +71,7 @@ def test_masked_equals_compacted_equals_absent(kind, config):
     for _ in range(2):
         keep = keep_of(kind, rng)
         want = naive.forward(naive.weights(config), config, tokens, allowed_after(keep[:, 0]))
-        masked = evict(
-            grow(cache, T - P), jnp.asarray(np.pad(keep, ((0, 0),) * 3 + ((0, T - P),)))
-        )
+        masked = evict(grow(cache, T - P), jnp.asarray(np.pad(keep, ((0, 0),) * 3 + ((0, T - P),))))
         compacted = compact(cache, jnp.asarray(keep), P - 1 if keep.sum(-1).max() < P else P, T - P)
         for t in range(P, T):
             a, masked = feed(masked, tokens[None, t : t + 1], config=config)
@@ -81,7 +79,11 @@ def test_masked_equals_compacted_equals_absent(kind, config):
             np.testing.assert_allclose(a[0, 0], want.logits[t], **CLOSE)
             np.testing.assert_allclose(b[0, 0], want.logits[t], **CLOSE)
         # Whatever the cache says of a token (key, statistics) is the same, wherever its slot lies.
-        for read in (lambda c: c.layers.value_norm, lambda c: c.layers.k[..., 0], lambda c: c.layers.stats.mass[:, :, ::2]):
+        for read in (
+            lambda c: c.layers.value_norm,
+            lambda c: c.layers.k[..., 0],
+            lambda c: c.layers.stats.mass[:, :, ::2],
+        ):
             x, y = (naive.by_position(read(c), c.layers.position, T) for c in (masked, compacted))
             np.testing.assert_allclose(x, y, **CLOSE)
         if kind == "sequence":
@@ -250,7 +252,9 @@ def test_compact_layout():
     np.testing.assert_array_equal(small.layers.position, want)
     assert small.layers.k.shape == (L, 2, K, 5, TINY.head_dim)
     np.testing.assert_array_equal(small.layers.v[0, 0, :, :3], cache.layers.v[0, 0][:, np.asarray([1, 4, 5])])
-    np.testing.assert_array_equal(small.layers.stats.last[1, 0, :2, :3], cache.layers.stats.last[1, 0, :2][:, np.asarray([1, 4, 5])])
+    np.testing.assert_array_equal(
+        small.layers.stats.last[1, 0, :2, :3], cache.layers.stats.last[1, 0, :2][:, np.asarray([1, 4, 5])]
+    )
     np.testing.assert_array_equal(small.layers.stats.last[1, 0, 2:, 0], cache.layers.stats.last[1, 0, 2:, 0])
     empty = np.repeat(want < 0, 2, axis=2)
     for leaf in jax.tree.leaves(small.layers.stats):

@@ -132,7 +132,9 @@ def test_refusals(change, says):
         ModelConfig.from_hf(LLAMA3 | change)
 
 
-@pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size"])
+@pytest.mark.parametrize(
+    "name", ["num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size"]
+)
 def test_missing_fields_are_named(name):
     with pytest.raises(ConfigError, match=name):
         ModelConfig.from_hf({k: v for k, v in LLAMA3.items() if k != name})

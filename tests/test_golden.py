@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from dcache import cache as kv
-from dcache.policies import REGISTRY, make
 from dcache.attention import StatsRequest
+from dcache.policies import make
 from dcache.policies.base import keep_set, spread
 from tests import naive
 

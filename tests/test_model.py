@@ -215,7 +215,12 @@ def test_param_specs_count(preset):
     specs = jax.tree.leaves(model.param_specs(config), is_leaf=lambda x: isinstance(x, model.TensorSpec))
     assert all(len(s.shape) == len(s.axes) for s in specs)
     total = sum(math.prod(s.shape) for s in specs)
-    known = {"smollm2": 134_515_008, "mistral7b": 7_248_023_552, "llama3_8b": 8_030_261_248, "qwen2_5_7b": 7_615_616_512}
+    known = {
+        "smollm2": 134_515_008,
+        "mistral7b": 7_248_023_552,
+        "llama3_8b": 8_030_261_248,
+        "qwen2_5_7b": 7_615_616_512,
+    }
     if preset in known:
         assert total == known[preset]  # as the model cards count
     else:

@@ -137,7 +137,9 @@ def test_standardise_by_hand():
 def test_standardise_takes_logarithms_of_masses():
     raw = jnp.asarray([[1e-2, 1e-2], [1e-4, 1e-4]])
     mask = jnp.ones(2, bool)
-    logged = np.asarray(standardise(("alpha", "vnorm"), jnp.concatenate([raw, jnp.asarray([[1e-6, 1e-6]])]), jnp.ones(3, bool)))
+    logged = np.asarray(
+        standardise(("alpha", "vnorm"), jnp.concatenate([raw, jnp.asarray([[1e-6, 1e-6]])]), jnp.ones(3, bool))
+    )
     np.testing.assert_allclose(logged[:, 0], [1.5**0.5, 0, -(1.5**0.5)], atol=5e-3)
     assert abs(logged[1, 1]) > 0.5  # not logged
     plain = np.asarray(standardise(("alpha", "vnorm"), raw, mask, logs=False))

@@ -140,7 +140,9 @@ def test_paper_numbers():
     for law in ("subset", "paper"):
         assert math.exp(float(log_probs(law, SCORES, order, filled, jnp.int32(2))[0])) == pytest.approx(0.586, abs=5e-4)
     both = np.asarray([[0, 1, 2, 3], [1, 0, 2, 3]], np.int32)
-    assert np.exp(log_probs("plackett_luce", SCORES, both, filled, jnp.int32(2))).sum() == pytest.approx(0.628, abs=5e-4)
+    assert np.exp(log_probs("plackett_luce", SCORES, both, filled, jnp.int32(2))).sum() == pytest.approx(
+        0.628, abs=5e-4
+    )
 
 
 def reward_of(front):

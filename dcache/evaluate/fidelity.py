@@ -306,7 +306,6 @@ def evaluate(
       DcacheError: a KL is not finite.
     """
     _check(prompts, arms, settings)
-    decode_params = jax.jit(model.unstack)(lm.params) if jax.default_backend() == "cpu" else lm.params
     request = functools.reduce(lambda a, b: a | b, (arm.policy.needs for arm in arms))
     for kind in ("retrieval", "text"):
         chosen = [p for p in prompts if p.kind == kind]
@@ -314,10 +313,10 @@ def evaluate(
             block = chosen[at : at + settings.batch]
             if all(p.name in skip for p in block):
                 continue
-            taught = _read(lm, decode_params, block, settings, request)
+            taught = _read(lm, block, settings, request)
             for i, prompt in enumerate(block):
                 if prompt.name not in skip:
-                    yield _evaluate_one(lm, decode_params, prompt, i, taught, arms, settings)
+                    yield _evaluate_one(lm, prompt, i, taught, arms, settings)
 
 
 def _check(prompts: Sequence[Prompt], arms: Sequence[Arm], settings: Settings) -> None:
@@ -335,7 +334,7 @@ def _check(prompts: Sequence[Prompt], arms: Sequence[Arm], settings: Settings) -
 
 
 def _read(
-    lm: LanguageModel, decode_params: model.Params, block: Sequence[Prompt], settings: Settings, request: StatsRequest
+    lm: LanguageModel, block: Sequence[Prompt], settings: Settings, request: StatsRequest
 ) -> rollout.Trajectories:
     """The full-cache model's pass over up to `settings.batch` prompts, always in the same shape."""
     rows = [*block, *[block[-1]] * (settings.batch - len(block))]
@@ -346,7 +345,7 @@ def _read(
         given[i, : len(prompt.continuation)] = prompt.continuation[: settings.horizon]
     own = block[0].kind == "retrieval"
     return _teach(
-        lm.params, decode_params, lm.config, jnp.asarray(tokens),
+        lm.params, lm.decode_params, lm.config, jnp.asarray(tokens),
         jnp.asarray([len(p.tokens) for p in rows], jnp.int32), jnp.asarray(given),
         jnp.asarray([min(len(p.continuation), settings.horizon) for p in rows], jnp.int32),
         jnp.full((len(rows),), own), jnp.asarray(lm.tokenizer.eos_ids, jnp.int32), request, decode=own,
@@ -354,8 +353,8 @@ def _read(
 
 
 def _evaluate_one(
-    lm: LanguageModel, decode_params: model.Params, prompt: Prompt, index: int, taught: rollout.Trajectories,
-    arms: Sequence[Arm], settings: Settings,
+    lm: LanguageModel, prompt: Prompt, index: int, taught: rollout.Trajectories, arms: Sequence[Arm],
+    settings: Settings,
 ) -> dict[str, Any]:  # fmt: skip
     """The record of one prompt; see `evaluate`."""
     length = len(prompt.tokens)
@@ -393,7 +392,7 @@ def _evaluate_one(
     if settings.new_tokens and prompt.kind == "retrieval":
         tokens = np.asarray(
             _answer(
-                decode_params, lm.config, students, continuation[0], jnp.asarray(lm.tokenizer.eos_ids, jnp.int32),
+                lm.decode_params, lm.config, students, continuation[0], jnp.asarray(lm.tokenizer.eos_ids, jnp.int32),
                 policies_, weights, allowed, key, evict_every=settings.evict_every, new_tokens=settings.new_tokens,
             )
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -9,21 +10,22 @@ import numpy as np
 import pytest
 
 from dcache import cache as kv
-from dcache import policies, signals
+from dcache import signals
 from dcache.attention import StatsRequest
 from dcache.errors import BudgetError, ConfigError
-from dcache.policies import base
+from dcache.policies import base, make, policies
 from tests import naive
 from tests.naive import TINY
 
 L, K = TINY.num_layers, TINY.num_kv_heads
-EVERY = {name: policies.make(name) for name in policies.policies()}
+MODULE = importlib.import_module("dcache.policies")  # `dcache.policies` is the function of that name
+EVERY = {name: make(name) for name in policies()}
 # H2O, SnapKV and DistillCache decide at any granularity.
 for _g in ("sequence", "layer"):
-    EVERY[f"h2o/{_g}"] = policies.make("h2o", granularity=_g)
-    EVERY[f"snapkv/{_g}"] = policies.make("snapkv", granularity=_g, window=3)
+    EVERY[f"h2o/{_g}"] = make("h2o", granularity=_g)
+    EVERY[f"snapkv/{_g}"] = make("snapkv", granularity=_g, window=3)
 for _g in ("layer", "head"):
-    EVERY[f"distillcache/{_g}"] = policies.make("distillcache", granularity=_g, signals=("alpha", "pos", "key_distinct"))
+    EVERY[f"distillcache/{_g}"] = make("distillcache", granularity=_g, signals=("alpha", "pos", "key_distinct"))
 
 scores_jit = jax.jit(lambda policy, params, cache, key: policy.scores(params, cache, key), static_argnums=0)
 keep_set_jit = jax.jit(base.keep_set, static_argnums=0)
@@ -39,34 +41,34 @@ def weights_of(policy):
 
 def test_all_methods_are_registered():
     expected = {"full", "random", "streaming_llm", "h2o", "snapkv", "tova", "keydiff", "distillcache"}
-    assert expected <= set(policies.policies())
-    for name, policy in policies.REGISTRY.items():
+    assert expected <= set(policies())
+    for name, policy in MODULE.REGISTRY.items():
         assert policy.name == name and policy.paper
-    for name, line in policies.policies().items():
+    for name, line in policies().items():
         assert line and "\n" not in line and len(line) < 100, name
 
 
 def test_unknown_names_and_settings():
     with pytest.raises(ConfigError, match="snapkw.*snapkv"):
-        policies.make("snapkw")
+        make("snapkw")
     with pytest.raises(ConfigError, match="windows.*kernel.*window"):
-        policies.make("snapkv", windows=3)
+        make("snapkv", windows=3)
     with pytest.raises(ConfigError, match="no settings"):
-        policies.make("keydiff", window=3)
+        make("keydiff", window=3)
     with pytest.raises(ConfigError):
-        policies.make("keydiff", granularity="layer")  # a class attribute, not a setting
+        make("keydiff", granularity="layer")  # a class attribute, not a setting
 
 
 def test_settings_reach_the_policy_and_lists_become_tuples():
-    assert policies.make("streaming_llm", sinks=7).sinks == 7
-    policy = policies.make("distillcache", signals=["pos", "alpha"])
-    assert policy.signals == ("pos", "alpha") and hash(policy) == hash(policies.make("distillcache", signals=("pos", "alpha")))
+    assert make("streaming_llm", sinks=7).sinks == 7
+    policy = make("distillcache", signals=["pos", "alpha"])
+    assert policy.signals == ("pos", "alpha") and hash(policy) == hash(make("distillcache", signals=("pos", "alpha")))
 
 
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "distillcache"])
 def test_unknown_granularity(name):
     with pytest.raises(ConfigError, match="token.*sequence.*layer.*head"):
-        policies.make(name, granularity="token")
+        make(name, granularity="token")
 
 
 def test_a_policy_in_a_new_file_is_found(tmp_path, monkeypatch):
@@ -79,11 +81,11 @@ def test_a_policy_in_a_new_file_is_found(tmp_path, monkeypatch):
         "    def scores(self, params, cache, key):\n"
         "        return -abs(slot_positions(cache, 'sequence') - self.start).astype('float32')\n"
     )
-    monkeypatch.setattr(policies, "__path__", [*policies.__path__, str(tmp_path)])
-    monkeypatch.setattr(policies, "REGISTRY", policies._discover())
-    assert policies.policies()["oldest"] == "the oldest tokens"
+    monkeypatch.setattr(MODULE, "__path__", [*MODULE.__path__, str(tmp_path)])
+    monkeypatch.setattr(MODULE, "REGISTRY", MODULE._discover())
+    assert policies()["oldest"] == "the oldest tokens"
     cache, _, alive, _ = naive.decoded("prefill")
-    keep = base.keep_set(policies.make("oldest", start=2), (), cache, jnp.asarray([3, 1], jnp.int32), jax.random.key(0))
+    keep = base.keep_set(make("oldest", start=2), (), cache, jnp.asarray([3, 1], jnp.int32), jax.random.key(0))
     assert np.flatnonzero(keep[1, 0, 1]).tolist() == [1, 2, 3] and np.flatnonzero(keep[0, 1, 0]).tolist() == [2]
     del alive
 
@@ -122,7 +124,9 @@ def test_scores_and_keep_set(name, kind):
     for budget in ([40, 7], [200, 36]):
         fitted = dataclasses.replace(policy, window=5) if policy.name == "snapkv" else policy
         keep = np.asarray(
-            keep_set_jit(fitted, weights_of(policy), with_needs(full, fitted), jnp.asarray(budget, jnp.int32), jax.random.key(3))
+            keep_set_jit(
+                fitted, weights_of(policy), with_needs(full, fitted), jnp.asarray(budget, jnp.int32), jax.random.key(3)
+            )
         )
         assert keep.shape == filled.shape and not keep[~filled].any()
         held = filled.sum(-1)
@@ -149,11 +153,11 @@ def test_layouts_agree(name):
 
 def test_budget_smaller_than_what_is_protected():
     with pytest.raises(BudgetError, match="streaming_llm.*4.*3"):
-        policies.make("streaming_llm").fit(3)
-    assert policies.make("streaming_llm").fit(4) == policies.make("streaming_llm")
-    for name in policies.policies():
+        make("streaming_llm").fit(3)
+    assert make("streaming_llm").fit(4) == make("streaming_llm")
+    for name in policies():
         if name != "streaming_llm":
-            fitted = policies.make(name).fit(1)  # one token is a legal budget for all others
+            fitted = make(name).fit(1)  # one token is a legal budget for all others
             assert fitted.protected_tokens(1) <= 1
 
 

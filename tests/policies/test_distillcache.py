@@ -5,24 +5,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcache import policies, signals
+from dcache import signals
 from dcache.errors import ConfigError
+from dcache.policies import make
 from dcache.policies.distillcache import parameter_count
 from tests import naive
 
 
 def test_parameter_count():
     # Two hidden layers of 128 with LayerNorm, five signals: about 17 thousand, not the paper's 200 thousand.
-    policy = policies.make("distillcache", signals=signals.PAPER_SIGNALS)
+    policy = make("distillcache", signals=signals.PAPER_SIGNALS)
     params = policy.init(jax.random.key(0))
     assert parameter_count(params) == (5 * 128 + 128) + 2 * 128 + (128 * 128 + 128) + 2 * 128 + (128 + 1)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
-    small = policies.make("distillcache", signals=("pos",), hidden=4, layers=1)
+    small = make("distillcache", signals=("pos",), hidden=4, layers=1)
     assert parameter_count(small.init(jax.random.key(0))) == (4 + 4) + 2 * 4 + (4 + 1)
 
 
 def test_starts_with_equal_scores_and_learns_from_all_weights():
-    policy = policies.make("distillcache", hidden=8)
+    policy = make("distillcache", hidden=8)
     params = policy.init(jax.random.key(0))
     cache = naive.decoded("prefill")[0]
     np.testing.assert_array_equal(policy.scores(params, cache, None), 0)
@@ -33,7 +34,7 @@ def test_starts_with_equal_scores_and_learns_from_all_weights():
 
 
 def test_network_by_hand():
-    policy = policies.make("distillcache", signals=("pos", "vnorm"), hidden=3, layers=1)
+    policy = make("distillcache", signals=("pos", "vnorm"), hidden=3, layers=1)
     params = policy.init(jax.random.key(0))
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), params)
@@ -49,7 +50,7 @@ def test_network_by_hand():
 @pytest.mark.parametrize("granularity", signals.GRANULARITIES)
 def test_features(granularity):
     names = ("alpha", "pos", "window_max")
-    policy = policies.make("distillcache", granularity=granularity, signals=names)
+    policy = make("distillcache", granularity=granularity, signals=names)
     cache = naive.decoded("sequence")[0]
     mask = np.asarray(signals.filled(cache, granularity))
     got = np.asarray(policy.features(cache))
@@ -64,7 +65,7 @@ def test_settings_reach_the_features():
     cache = naive.decoded("prefill")[0]
 
     def features(**settings):
-        return np.asarray(policies.make("distillcache", signals=("sigma", "vnorm"), **settings).features(cache))
+        return np.asarray(make("distillcache", signals=("sigma", "vnorm"), **settings).features(cache))
 
     assert np.abs(features() - features(logs=False)).max() > 0.01
     assert np.abs(features() - features(layer_reduce="max")).max() > 0.01
@@ -72,10 +73,10 @@ def test_settings_reach_the_features():
 
 def test_refusals():
     with pytest.raises(ConfigError, match="beta"):
-        policies.make("distillcache", signals=("beta",))
+        make("distillcache", signals=("beta",))
     with pytest.raises(ConfigError, match="none given"):
-        policies.make("distillcache", signals=())
+        make("distillcache", signals=())
     with pytest.raises(ConfigError, match="entropy"):
-        policies.make("distillcache", granularity="head")
+        make("distillcache", granularity="head")
     with pytest.raises(ConfigError, match="layer_reduce"):
-        policies.make("distillcache", layer_reduce="sum")
+        make("distillcache", layer_reduce="sum")

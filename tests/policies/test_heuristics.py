@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dcache import cache as kv
-from dcache import policies
 from dcache.attention import Stats, StatsRequest
 from dcache.errors import BudgetError, ConfigError
+from dcache.policies import make
 from dcache.policies.base import keep_set
 from dcache.policies.snapkv import pool
 from tests import naive
@@ -55,23 +55,25 @@ def recent(share):
 @pytest.mark.parametrize("share", [0.5, 0.0, 0.3])
 def test_h2o(kind, share):
     # Attention received, summed over all queries so far; the recent share of the budget stays.
-    policy = policies.make("h2o", recent_share=share)
+    policy = make("h2o", recent_share=share)
     check(policy, kind, lambda dense, _: grouped(dense.probs.sum(2)), recent(share))
 
 
 @pytest.mark.parametrize("kind", ["prefill", "sequence"])
 def test_h2o_averaged(kind):
     def over(axes):
-        return lambda dense, _: np.broadcast_to(dense.probs.sum(2).mean(axes, keepdims=True), (L, K, dense.probs.shape[-1]))
+        return lambda dense, _: np.broadcast_to(
+            dense.probs.sum(2).mean(axes, keepdims=True), (L, K, dense.probs.shape[-1])
+        )
 
-    check(policies.make("h2o", granularity="sequence"), kind, over((0, 1)), recent(0.5))
-    check(policies.make("h2o", granularity="layer"), kind, over((1,)), recent(0.5))
+    check(make("h2o", granularity="sequence"), kind, over((0, 1)), recent(0.5))
+    check(make("h2o", granularity="layer"), kind, over((1,)), recent(0.5))
 
 
 def test_h2o_settings():
     for bad in (-0.1, 1.5):
         with pytest.raises(ConfigError, match="recent_share"):
-            policies.make("h2o", recent_share=bad)
+            make("h2o", recent_share=bad)
 
 
 @pytest.mark.parametrize("kind", ["prefill", "plain", "sequence", "unrolled"])
@@ -81,7 +83,7 @@ def test_tova(kind):
         last = dense.probs[:, :, -1].mean(1, keepdims=True)
         return np.broadcast_to(last, (L, K, last.shape[-1]))
 
-    check(policies.make("tova"), kind, score, lambda count, _: np.arange(count) == count - 1)
+    check(make("tova"), kind, score, lambda count, _: np.arange(count) == count - 1)
 
 
 @pytest.mark.parametrize("kind", ["prefill", "plain", "sequence", "unrolled"])
@@ -89,15 +91,15 @@ def test_streaming_llm(kind):
     def score(dense, _):
         return np.broadcast_to(np.arange(dense.probs.shape[-1]) * 1.0, (L, K, dense.probs.shape[-1]))
 
-    check(policies.make("streaming_llm"), kind, score, lambda count, _: np.arange(count) < 4)
-    check(policies.make("streaming_llm", sinks=0), kind, score)
+    check(make("streaming_llm"), kind, score, lambda count, _: np.arange(count) < 4)
+    check(make("streaming_llm", sinks=0), kind, score)
 
 
 def test_streaming_llm_by_hand():
     cache, *_ = naive.decoded("prefill")
-    kept = kept_tokens(policies.make("streaming_llm", sinks=2), cache, (6, 5), 0, 70)
+    kept = kept_tokens(make("streaming_llm", sinks=2), cache, (6, 5), 0, 70)
     assert np.flatnonzero(kept[0, 0]).tolist() == [0, 1, 66, 67, 68, 69]
-    kept = kept_tokens(policies.make("streaming_llm", sinks=2), cache, (6, 5), 1, 41)
+    kept = kept_tokens(make("streaming_llm", sinks=2), cache, (6, 5), 1, 41)
     assert np.flatnonzero(kept[1, 1]).tolist() == [0, 1, 38, 39, 40]
 
 
@@ -106,7 +108,7 @@ def test_keydiff(kind):
     cache, dense, alive, lengths = naive.decoded(kind)
     for b, prompt in enumerate(lengths):
         want = naive.top(naive.signal("key_distinct", dense[b], alive[b], prompt, "head"), alive[b], (30, 9)[b])
-        got = kept_tokens(policies.make("keydiff"), cache, (30, 9), b, alive[b].shape[-1])
+        got = kept_tokens(make("keydiff"), cache, (30, 9), b, alive[b].shape[-1])
         np.testing.assert_array_equal(got, want)
 
 
@@ -139,7 +141,7 @@ class Known:
 @pytest.mark.parametrize("window, kernel, pooling", [(32, 7, "max"), (32, 5, "avg"), (4, 3, "avg"), (4, 1, "max")])
 def test_snapkv(kind, window, kernel, pooling):
     cache, dense, alive, lengths = naive.decoded(kind, StatsRequest(windows=(4, 32)))
-    policy = policies.make("snapkv", window=window, kernel=kernel, pooling=pooling)
+    policy = make("snapkv", window=window, kernel=kernel, pooling=pooling)
     budget = (40, 36)
     for b, prompt in enumerate(lengths):
         count = alive[b].shape[-1]
@@ -161,9 +163,9 @@ def test_snapkv_pools_before_the_mean_over_heads():
     layer = kv.LayerCache(jnp.zeros((1, 1, 1, 8, 2)), jnp.zeros((1, 1, 1, 8, 2)), position, jnp.ones((1, 1, 1, 8)),
                           Stats(windows={1: window}))  # fmt: skip
     cache = kv.Cache(layer, None, jnp.asarray([8], jnp.int32))
-    got = policies.make("snapkv", window=1, kernel=3).scores((), cache, KEY)
+    got = make("snapkv", window=1, kernel=3).scores((), cache, KEY)
     np.testing.assert_allclose(got[0, 0, 0], [2, 2, 0, 1, 4, 4, 3, 0])
-    got = policies.make("snapkv", window=1, kernel=3, pooling="avg").scores((), cache, KEY)
+    got = make("snapkv", window=1, kernel=3, pooling="avg").scores((), cache, KEY)
     np.testing.assert_allclose(got[0, 0, 0], np.asarray([2, 2, 0, 1, 4, 4, 3, 0]) / 3, rtol=1e-6)
     # The same tokens in another order of slots, and an empty one between.
     shuffle = np.asarray([5, 1, 7, 0, 3, 2, 6, 4])
@@ -171,7 +173,7 @@ def test_snapkv_pools_before_the_mean_over_heads():
         layer, position=jnp.where(position[..., shuffle] == 3, -1, position[..., shuffle]),
         stats=Stats(windows={1: window[..., shuffle]}),
     )  # fmt: skip
-    got = policies.make("snapkv", window=1, kernel=3).scores((), dataclasses.replace(cache, layers=layer), KEY)
+    got = make("snapkv", window=1, kernel=3).scores((), dataclasses.replace(cache, layers=layer), KEY)
     by_token = naive.by_position(got[0, 0, 0], layer.position[0, 0, 0], 8)
     np.testing.assert_allclose(by_token[[0, 1, 2, 4, 5, 6, 7]], [2, 2, 1, 4, 4, 3, 0])  # 2 and 4 are neighbours now
 
@@ -186,9 +188,9 @@ def test_pool_by_hand():
 
 def test_snapkv_window_rule():
     # Method note 1.2.13: the default window is min(32, B // 4), an explicit one must leave room.
-    policy = policies.make("snapkv")
+    policy = make("snapkv")
     assert [policy.fit(b).width for b in (1, 4, 8, 64, 127, 128, 129, 4000)] == [1, 1, 2, 16, 31, 32, 32, 32]
-    explicit = policies.make("snapkv", window=64)
+    explicit = make("snapkv", window=64)
     assert explicit.fit(65) == explicit and explicit.needs.windows == (64,)
     for budget in (64, 10):
         with pytest.raises(BudgetError, match=f"64.*{budget}"):
@@ -199,12 +201,12 @@ def test_snapkv_window_rule():
 @pytest.mark.parametrize("bad", [{"pooling": "mean"}, {"kernel": 4}, {"kernel": 0}, {"kernel": -1}, {"window": 0}])
 def test_snapkv_settings(bad):
     with pytest.raises(ConfigError, match=f"snapkv: {next(iter(bad))}"):
-        policies.make("snapkv", **bad)
+        make("snapkv", **bad)
 
 
 def test_random_is_a_function_of_the_key():
     cache, _, alive, _ = naive.decoded("prefill")
-    policy = policies.make("random")
+    policy = make("random")
     scores = [np.asarray(policy.scores((), cache, jax.random.key(k))) for k in (1, 1, 2)]
     np.testing.assert_array_equal(scores[0], scores[1])
     assert (scores[0] != scores[2]).mean() > 0.99
@@ -217,6 +219,6 @@ def test_random_is_a_function_of_the_key():
 
 def test_full_keeps_everything_whatever_the_budget():
     cache, *_ = naive.decoded("sequence")
-    keep = keep_jit(policies.make("full"), (), cache, jnp.asarray([1, 2], jnp.int32), KEY)
+    keep = keep_jit(make("full"), (), cache, jnp.asarray([1, 2], jnp.int32), KEY)
     np.testing.assert_array_equal(keep, kv.positions(cache) >= 0)
-    assert policies.make("full").fit(1) == policies.make("full")
+    assert make("full").fit(1) == make("full")

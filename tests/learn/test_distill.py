@@ -1,0 +1,303 @@
+"""The learning rule: log-probabilities of decisions, advantages, one update, and that it learns."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dcache import cache as kv
+from dcache import rollout, subset
+from dcache.errors import ConfigError
+from dcache.learn import distill
+from dcache.learn.distill import DistillConfig
+from dcache.policies import make
+from tests import naive
+from tests.naive import TINY
+
+POLICY = make("distillcache", signals=("pos", "last", "vnorm"), hidden=8)
+P, T, S = 32, 8, 40
+CONFIG = DistillConfig(
+    steps=50, horizon=T, evict_every=4, samples=3, ratios=(0.25, 0.5), minimum=4, learning_rate=0.01, warmup_steps=0
+)
+MOST = 20
+# optax's Adam multiplies floats by integers, which strict promotion refuses.
+OPTAX = jax.numpy_dtype_promotion("standard")
+train_jit = jax.jit(distill.train_step, donate_argnums=0, static_argnames=("model_config", "policy", "config", "most"))
+
+
+@functools.cache
+def trajectories():
+    """Two prompts of different length with given continuations, the second of which ends after 5 tokens."""
+    prompts = [naive.some_tokens(P, seed=1), naive.some_tokens(24, seed=2)]
+    _, cache = naive.read(prompts, POLICY.needs, pad=P)
+    continuation = jnp.asarray(np.stack([naive.some_tokens(T, seed=s) for s in (3, 4)]))
+    weight = np.ones((2, T), np.float32)
+    weight[1, 5:] = 0
+    return rollout.Trajectories(cache, continuation, jnp.asarray(weight))
+
+
+def step(state, index=0, config=CONFIG, key=5, text=None):
+    with OPTAX:
+        return train_jit(
+            state, naive.weights(), trajectories() if text is None else text, jnp.int32(index), jax.random.key(key),
+            model_config=TINY, policy=POLICY, config=config, most=MOST,
+        )  # fmt: skip
+
+
+def fresh(config=CONFIG):
+    return distill.init_state(jax.random.key(0), POLICY, config)
+
+
+def values(tree):
+    """Copies on the host: the state is donated."""
+    return [np.array(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def decisions(kl, budget=((2, 2), (4, 4)), features=3):
+    """A `Decisions` of 2 samples and 2 decisions over 6 slots, of which the last is empty at first."""
+    rng = np.random.default_rng(0)
+    order = np.stack([[rng.permutation(5) for _ in range(2)] for _ in range(2)])
+    order = np.concatenate([order, np.full((2, 2, 1), 5)], axis=-1)
+    filled = np.ones((2, 2, 6), bool)
+    filled[0, :, 5] = False
+    return rollout.Decisions(
+        jnp.asarray(rng.normal(size=(2, 2, 6, features)), jnp.float32), jnp.asarray(order, jnp.int32),
+        jnp.asarray(filled), jnp.asarray(budget, jnp.int32), jnp.asarray(kl, jnp.float32),
+    )  # fmt: skip
+
+
+KL = [[1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 1.0, 6.0]]
+PLAIN = DistillConfig(horizon=4, evict_every=2, samples=2, gamma=0.5, entropy_bonus=0.0)
+
+
+def test_advantages_by_hand():
+    ones, zeros = jnp.ones(4), jnp.zeros((2, 2))
+    value, returns = distill.advantages(decisions(KL), ones, zeros, jnp.float32(99.0), PLAIN)
+    want = np.asarray([[-(1 + 1 + 0.75 + 0.5), -(3 + 2)], [-(0.5 + 0.25 + 0.75), -(1 + 3)]])
+    np.testing.assert_allclose(returns, want)
+    np.testing.assert_allclose(value, want - want[::-1], rtol=1e-6)  # minus the mean of the others, here one
+    # Tokens after the end of the text have weight 0, whatever their KL.
+    wild = np.asarray(KL)
+    wild[:, 2:] = 1e6
+    _, returns = distill.advantages(decisions(wild), jnp.asarray([1.0, 1, 0, 0]), zeros, jnp.float32(0.0), PLAIN)
+    np.testing.assert_allclose(returns, [[-2, 0], [-0.5, 0]])
+
+
+def test_advantages_with_the_entropy_bonus():
+    config = DistillConfig(horizon=4, evict_every=2, samples=2, gamma=0.5, entropy_bonus=0.1)
+    log_probs = jnp.asarray([[-8.0, -4.0], [-2.0, -12.0]])
+    base, _ = distill.advantages(decisions(KL), jnp.ones(4), log_probs, jnp.float32(0.0), PLAIN)
+    value, returns = distill.advantages(decisions(KL), jnp.ones(4), log_probs, jnp.float32(0.0), config)
+    surprise = np.asarray([[8 / 2, 4 / 4], [2 / 2, 12 / 4]])  # per kept token: budgets 2 and then 4
+    np.testing.assert_allclose(value - base, 0.1 * (surprise - surprise[::-1]), rtol=1e-5)
+    np.testing.assert_allclose(returns[0, 1], -5)  # the reported return has no bonus
+    direct = DistillConfig(horizon=4, evict_every=2, samples=2, gamma=0.5, entropy_bonus=0.1, entropy_form="direct")
+    value, _ = distill.advantages(decisions(KL), jnp.ones(4), log_probs, jnp.float32(0.0), direct)
+    np.testing.assert_allclose(value, base)
+    # The bonus is a constant: nothing is differentiated through it.
+    grad = jax.grad(lambda lp: distill.advantages(decisions(KL), jnp.ones(4), lp, jnp.float32(0.0), config)[0][0, 0])
+    np.testing.assert_array_equal(grad(log_probs), 0)
+
+
+def test_one_sample_uses_the_moving_average():
+    config = DistillConfig(horizon=4, evict_every=2, samples=1, gamma=0.5, entropy_bonus=0.0)
+    one = jax.tree.map(lambda x: x, decisions(KL))
+    one = rollout.Decisions(one.features[:, :1], one.order[:, :1], one.filled[:, :1], one.budget[:, :1], one.kl[:1])
+    value, _ = distill.advantages(one, jnp.ones(4), jnp.zeros((1, 2)), jnp.float32(-2.0), config)
+    np.testing.assert_allclose(value, [[-3.25 + 2, -5 + 2]])
+
+
+def test_standardised_advantages():
+    config = DistillConfig(horizon=4, evict_every=2, samples=2, gamma=0.5, entropy_bonus=0.0, standardise=True)
+    value, _ = distill.advantages(decisions(KL), jnp.ones(4), jnp.zeros((2, 2)), jnp.float32(0.0), config)
+    np.testing.assert_allclose(value, [[-1, -1], [1, 1]], rtol=1e-5)
+    same, _ = distill.advantages(decisions([KL[0], KL[0]]), jnp.ones(4), jnp.zeros((2, 2)), jnp.float32(0.0), config)
+    np.testing.assert_array_equal(same, 0)  # equal rewards teach nothing, and do not divide by zero
+
+
+@pytest.mark.parametrize("law", subset.LAWS)
+def test_decision_log_probs(law):
+    params = jax.tree.map(lambda x: x + 0.3, POLICY.init(jax.random.key(0)))
+    rolled = decisions(KL)
+    got = distill.decision_log_probs(POLICY, params, rolled, law, 4)
+    assert got.shape == (2, 2)
+    scores = np.asarray(POLICY.scores_of(params, rolled.features), np.float64)
+    for a in range(2):
+        for d in range(2):
+            left = [i for i in np.asarray(rolled.order[d, a]) if rolled.filled[d, a, i]]
+            budget, s = int(rolled.budget[d, a]), scores[d, a]
+            if law == "plackett_luce":
+                want = sum(s[left[i]] - np.log(np.exp(s[left[i:]]).sum()) for i in range(budget))
+            else:
+                z = sum(np.exp(sum(s[i] for i in c)) for c in itertools.combinations(left, budget))
+                want = s[left[:budget]].sum() - np.log(z)
+            assert float(got[a, d]) == pytest.approx(want, abs=1e-4)
+
+
+def test_update_is_deterministic_and_moves_every_weight():
+    before = values(fresh().params)
+    runs = []
+    for _ in range(2):
+        state = fresh()
+        for index in (0, 1):
+            state, metrics = step(state, index)
+        runs.append((values(state), {k: float(v) for k, v in metrics.items()}))
+    for a, b in zip(runs[0][0], runs[1][0], strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert runs[0][1] == runs[1][1]
+    assert all(np.abs(a - b).max() > 0 for a, b in zip(values(state.params), before, strict=True))
+    other, _ = step(fresh(), key=6)
+    once, _ = step(fresh(), key=5)
+    assert any(not np.array_equal(a, b) for a, b in zip(values(other.params), values(once.params), strict=True))
+
+
+def test_metrics():
+    state, history = fresh(), []
+    for _ in range(12):
+        state, metrics = step(state)
+        assert all(np.isfinite(v) and v.dtype == jnp.float32 and v.shape == () for v in metrics.values())
+        history.append({k: float(v) for k, v in metrics.items()})
+    assert int(state.step) == 12
+    assert {h["ratio"] for h in history} == {0.25, 0.5}  # a budget is drawn for each step
+    assert all(h["kl"] > 0 and h["kl_deviation"] >= 0 and h["reward"] < 0 and h["surprise"] > 0 for h in history)
+    assert history[0]["grad_norm"] > 0
+    average = history[0]["reward"]
+    for h in history:  # the first return starts the moving average
+        average = average if h is history[0] else 0.95 * average + 0.05 * h["reward"]
+        assert h["baseline"] == pytest.approx(average, rel=1e-4)
+
+
+def test_first_step_by_definition():
+    # The gradient of one step, from the students themselves: leave-one-out advantages times score functions.
+    config = DistillConfig(steps=50, horizon=T, evict_every=4, samples=3, ratios=(0.5,), minimum=4, learning_rate=0.01,
+                           warmup_steps=0, entropy_bonus=0.0, clip_norm=1e9, gamma=0.9)  # fmt: skip
+    state = fresh(config)
+    params = jax.tree.map(jnp.copy, state.params)
+    _, metrics = step(state, 1, config)
+    _, key = jax.random.split(jax.random.fold_in(jax.random.key(5), 0))
+    text = trajectories()
+    cache, continuation = kv.select(text.cache, jnp.int32(1)), text.continuation[1]
+    teacher = jax.jit(rollout.teacher_log_probs, static_argnums=1)(naive.weights(), TINY, cache, continuation)
+    rolled = jax.jit(rollout.sample_students, static_argnums=(1, 2),
+                     static_argnames=("samples", "evict_every", "law", "minimum", "most"))(
+        naive.weights(), TINY, POLICY, params, cache, continuation, teacher, jnp.float32(0.5), key,
+        samples=3, evict_every=4, law="plackett_luce", minimum=4, most=MOST,
+    )  # fmt: skip
+    kl = np.asarray(rolled.kl)
+    counted = kl[:, :5]
+    reward = [[-sum(0.9 ** (t - d) * k[t] for t in range(d, 5)) for d in (0, 4)] for k in kl]
+    assert float(metrics["kl"]) == pytest.approx(counted.mean(), rel=1e-4)
+    assert float(metrics["kl_deviation"]) == pytest.approx(counted.mean(1).std(), rel=1e-3)
+    assert float(metrics["reward"]) == pytest.approx(np.mean(reward, 0)[0], rel=1e-4)
+    advantage = np.asarray([[reward[a][d] - np.mean([reward[b][d] for b in range(3) if b != a]) for d in (0, 1)]
+                            for a in range(3)])  # fmt: skip
+
+    def objective(p):
+        return jnp.mean(jnp.sum(distill.decision_log_probs(POLICY, p, rolled, "plackett_luce", MOST)
+                                * jnp.asarray(advantage, jnp.float32), axis=1))  # fmt: skip
+
+    want = optax.global_norm(jax.jit(jax.grad(objective))(params))
+    assert float(metrics["grad_norm"]) == pytest.approx(float(want), rel=1e-3)
+
+
+def test_nothing_counts_after_the_end_of_the_text():
+    text = trajectories()
+    config = DistillConfig(steps=50, horizon=T, evict_every=4, samples=3, ratios=(0.5,), minimum=4, entropy_bonus=0.0,
+                           warmup_steps=0)  # fmt: skip
+    over = rollout.Trajectories(text.cache, text.continuation, jnp.zeros_like(text.weight))
+    _, metrics = step(fresh(config), 0, config, text=over)
+    assert float(metrics["grad_norm"]) == 0 and float(metrics["kl"]) == 0 and float(metrics["reward"]) == 0
+    # And the tokens after the end cannot matter.
+    other = text.continuation.at[1, 6:].set(1)
+    a, b = (step(fresh(config), 1, config, text=rollout.Trajectories(text.cache, c, text.weight))[1]
+            for c in (text.continuation, other))  # fmt: skip
+    assert float(a["grad_norm"]) == pytest.approx(float(b["grad_norm"]), rel=1e-5) and float(a["grad_norm"]) > 0
+
+
+def test_state_is_donated():
+    # Warnings are errors here: a buffer that could not be reused would fail the test.
+    state = fresh()
+    leaves = jax.tree.leaves(state)
+    step(state)
+    assert all(leaf.is_deleted() for leaf in leaves)
+    # Neither the model nor the prompts are.
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((naive.weights(), trajectories())))
+
+
+@pytest.mark.parametrize("law", ["subset", "paper"])
+@pytest.mark.parametrize("form", ["score", "direct"])
+def test_other_laws_and_forms(law, form):
+    config = DistillConfig(steps=50, horizon=T, evict_every=0, samples=2, minimum=4, warmup_steps=0, law=law,
+                           entropy_form=form)  # fmt: skip
+    state, metrics = step(fresh(config), config=config)
+    assert all(np.isfinite(float(v)) for v in metrics.values())
+    assert float(metrics["grad_norm"]) > 0 and all(np.isfinite(v).all() for v in values(state))
+
+
+def test_one_sample():
+    config = DistillConfig(steps=50, horizon=T, evict_every=0, samples=1, minimum=4, warmup_steps=0)
+    state, metrics = step(fresh(config), config=config)
+    assert float(metrics["baseline"]) == pytest.approx(float(metrics["reward"]))
+    assert float(metrics["grad_norm"]) > 0
+
+
+def test_optimiser():
+    config = DistillConfig(
+        steps=100, warmup_steps=10, learning_rate=0.1, weight_decay=0.0, clip_norm=1.0, final_rate=0.1
+    )
+    rule = distill.optimiser(config)
+    params = {"w": jnp.zeros(3)}
+    state, sizes = rule.init(params), []
+    update_jit = jax.jit(rule.update)
+    for _ in range(101):
+        with OPTAX:
+            update, state = update_jit({"w": jnp.asarray([300.0, -300.0, 0.0])}, state, params)
+        sizes.append(float(jnp.abs(update["w"][0])))
+    # Adam moves by the learning rate when the gradient is constant: 0, warm-up, the peak, down to a tenth of it.
+    assert sizes[0] == 0
+    np.testing.assert_allclose(sizes[1:11], np.arange(1, 11) * 0.01, rtol=1e-3)
+    assert max(sizes) == pytest.approx(0.1, rel=1e-3) and sizes[100] == pytest.approx(0.01, rel=1e-2)
+    assert all(a >= b - 1e-6 for a, b in zip(sizes[10:], sizes[11:], strict=False))
+
+
+def test_clipping_and_decay():
+    # After clipping to norm 1 the second gradient, a thousand times larger, weighs as much as the first.
+    config = DistillConfig(steps=10, warmup_steps=0, learning_rate=0.1, weight_decay=0.0)
+    rule, params = distill.optimiser(config), {"w": jnp.zeros(2)}
+    state = rule.init(params)
+    for gradient in ([1.0, 0.0], [0.0, 1000.0]):
+        with OPTAX:
+            _, state = rule.update({"w": jnp.asarray(gradient)}, state, params)
+    second = [leaf for leaf in jax.tree.leaves(state) if leaf.shape == (2,)]
+    assert all(np.abs(leaf).max() <= 1 for leaf in second)
+    decayed = distill.optimiser(DistillConfig(steps=10, warmup_steps=0, learning_rate=0.1, weight_decay=0.5))
+    params = {"w": jnp.ones(2)}
+    with OPTAX:
+        update, _ = decayed.update({"w": jnp.zeros(2)}, decayed.init(params), params)
+    np.testing.assert_allclose(update["w"], -0.1 * 0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "bad, says",
+    [
+        ({"law": "gumbel"}, "gumbel"), ({"horizon": 10, "evict_every": 3}, "multiple"), ({"samples": 0}, "samples"),
+        ({"ratios": ()}, "ratios"), ({"ratios": (0.5, 1.5)}, "ratios"), ({"ratios": (0.0,)}, "ratios"),
+        ({"entropy_form": "both"}, "entropy_form"), ({"steps": 10, "warmup_steps": 10}, "warmup_steps"),
+        ({"warmup_steps": -1}, "warmup_steps"),
+    ],
+)  # fmt: skip
+def test_config_refusals(bad, says):
+    with pytest.raises(ConfigError, match=says):
+        DistillConfig(**bad)
+
+
+def test_config_defaults_are_the_papers():
+    config = DistillConfig()
+    assert (config.steps, config.gamma, config.entropy_bonus, config.minimum) == (10_000, 0.99, 0.01, 32)
+    assert (config.learning_rate, config.warmup_steps, config.clip_norm) == (3e-4, 500, 1.0)
+    assert config.ratios == (0.5, 0.25, 0.125) and config.evict_every == 1
+    assert hash(config) == hash(DistillConfig()) and config.every == 1 and DistillConfig(evict_every=0).every == 64
