@@ -2,13 +2,13 @@
 
     python launch/train.py --config=configs/mistral7b.py
 
-trains on prompts of LongBench 2wikimqa and GSM8K train, cut in the middle to 4,096 tokens; 10,000 steps of one prompt each,
-AdamW 3e-4 with 500 warm-up steps, gamma 0.99, entropy bonus 0.01. The five seeds of the paper are one line:
+trains on prompts of LongBench 2wikimqa and GSM8K train, cut in the middle to 4,096 tokens; 10,000 steps of one prompt
+each, AdamW 3e-4 with 500 warm-up steps, gamma 0.99, entropy bonus 0.01. The five seeds of the paper are one line:
 
     for s in 0 1 2 3 4; do python launch/train.py --config=configs/mistral7b.py --config.seed=$s; done
 
-Expected: the paper reports LongBench 39.1 (full cache 41.5) and reasoning 45.0 (52.0) at 25%. Cost: the paper's runs took
-about 130 GPU-hours on two RTX 4090; the weights alone need 15 GB. Without network, point `--config.model`,
+Expected: the paper reports LongBench 39.1 (full cache 41.5) and reasoning 45.0 (52.0) at 25%. Cost: the paper's runs
+took about 130 GPU-hours on two RTX 4090; the weights alone need 15 GB. Without network, point `--config.model`,
 `--config.data.longbench_dir` and `--config.data.gsm8k_dir` at local directories.
 
 Not given in the paper, chosen here: K = 8 keep-sets, horizon T = 64, the decay of the moving average, and standardised
@@ -34,7 +34,9 @@ VARIANTS = ("faithful", "tiny")
 
 def get_config(variant: str = "") -> ConfigDict:
     if variant and variant not in VARIANTS:
-        raise ConfigError(f"configs/mistral7b.py has no variant {variant!r}; use one of {', '.join(VARIANTS)}, or none.")
+        raise ConfigError(
+            f"configs/mistral7b.py has no variant {variant!r}; use one of {', '.join(VARIANTS)}, or none."
+        )
 
     config = ConfigDict()
     config.name = f"mistral7b-{variant}" if variant else "mistral7b"
@@ -66,7 +68,7 @@ def get_config(variant: str = "") -> ConfigDict:
     if variant == "faithful":
         config.learn.update(law="paper", entropy_form="direct")
     elif variant == "tiny":
-        config.model, config.dtype = "tiny", "float32"
+        config.model = "tiny"
         config.teacher_batch = 2
         config.checkpoint_every = 2
         config.data.update(source="installed", length=384)

@@ -3,16 +3,16 @@
     python launch/train.py --config=configs/smollm2.py
 
 trains a policy with one eviction after the prefill (25% kept) on 512-token prompts, half of them questions about facts
-hidden in real text, half plain text. `python launch/eval.py --config=configs/smollm2.py` compares it with the heuristics
-on held-out prompts. Expected: on retrieval prompts a mean KL of at most 0.6 times the best heuristic's. Cost: about 15
-minutes on 2 cores.
+hidden in real text, half plain text. `python launch/eval.py --config=configs/smollm2.py` compares it with the
+heuristics on held-out prompts. Expected: on retrieval prompts a mean KL of at most 0.6 times the best heuristic's.
+Cost: about 15 minutes on 2 cores.
 
 Variants, after a colon (`--config=configs/smollm2.py:sequential`):
   tiny        the real code on a random model of 2 layers, in seconds
   demo        fewer steps, what `make demo` trains
   sequential  eviction every 8 of 32 tokens on the model's own continuation, 500 steps
-  paper       the paper's settings (arXiv 2608.08878) on this model: 5 signals, eviction at every token, keep-set law and
-              entropy term as the paper writes them, 10,000 steps
+  paper       the paper's settings (arXiv 2608.08878) on this model: 5 signals, eviction at every token, keep-set law
+              and entropy term as the paper writes them, 10,000 steps
 """
 
 import dataclasses
@@ -39,9 +39,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.teacher_batch = 8
     config.checkpoint_every = 20
     config.keep_checkpoints = 2
-    config.data = ConfigDict(
-        dict(source="installed", length=512, retrieval=0.5, held_out=0.3, trajectory="mixed")
-    )  # fmt: skip
+    config.data = ConfigDict(dict(source="installed", length=512, retrieval=0.5, held_out=0.3, trajectory="mixed"))
     config.policy = ConfigDict(dataclasses.asdict(DistillCache()))
     learn = DistillConfig(
         steps=240, horizon=16, evict_every=0, samples=12, ratios=(0.25,), learning_rate=2e-3, warmup_steps=20,
@@ -76,8 +74,9 @@ def get_config(variant: str = "") -> ConfigDict:
         config.learn = ConfigDict(
             dataclasses.asdict(
                 DistillConfig(
-                    steps=10_000, horizon=64, evict_every=1, samples=8, ratios=(0.5, 0.25, 0.125), law="paper", gamma=0.99,
-                    entropy_bonus=0.01, entropy_form="direct", learning_rate=3e-4, warmup_steps=500, final_rate=0.0,
+                    steps=10_000, horizon=64, evict_every=1, samples=8, ratios=(0.5, 0.25, 0.125), law="paper",
+                    gamma=0.99, entropy_bonus=0.01, entropy_form="direct", learning_rate=3e-4, warmup_steps=500,
+                    final_rate=0.0,
                 )
             )
         )  # fmt: skip

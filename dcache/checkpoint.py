@@ -1,9 +1,9 @@
 """What a run leaves on disk: training checkpoints (Orbax) to go on from, and trained policies to use.
 
-A training checkpoint is a folder named after its step: `arrays/`, written by Orbax, holds the state and the run's random
-key (never the language model), `run.json` describes the run and holds a digest of every file, since Orbax does not notice
-changed bytes inside arrays. The folder is written under another name and renamed when it is complete, so a run that is
-killed leaves the last complete one.
+A training checkpoint is a folder named after its step: `arrays/`, written by Orbax, holds the state and the run's
+random key (never the language model), `run.json` describes the run and holds a digest of every file, since Orbax does
+not notice changed bytes inside arrays. The folder is written under another name and renamed when it is complete, so a
+run that is killed leaves the last complete one.
 """
 
 import dataclasses
@@ -49,7 +49,8 @@ def save(
     """Writes the checkpoint of a step and removes all but the `keep` newest.
 
     Args:
-      state: of the run. key: typed random key of the run. identity: JSON values that a run must share to go on from here.
+      state: of the run. key: typed random key of the run.
+      identity: JSON values that a run must share to go on from here. keep: at least 1.
 
     Raises:
       CheckpointError: it cannot be written, for instance because the disk is full; older ones stay.
@@ -78,8 +79,8 @@ def save(
         last = latest_step(folder)
         stays = "there is no older one" if last is None else f"the one of step {last} stays"
         raise CheckpointError(
-            f"The checkpoint of step {step} cannot be written to {str(directory)!r} ({_reason(error)}); free disk space and "
-            f"go on with --resume ({stays})."
+            f"The checkpoint of step {step} cannot be written to {str(directory)!r} ({_reason(error)}); free disk "
+            f"space and go on with --resume ({stays})."
         ) from error
 
 
@@ -152,15 +153,15 @@ def check_identity(directory: str | os.PathLike[str], found: Any, wanted: Mappin
     ]
     if differing:
         raise CheckpointError(
-            f"The checkpoints in {str(directory)!r} belong to a run that differs in {', '.join(differing)}; use the same "
-            "settings, or start in another workdir."
+            f"The checkpoints in {str(directory)!r} belong to a run that differs in {', '.join(differing)}; use the "
+            "same settings, or start in another workdir."
         )
 
 
 def _damaged(directory: str | os.PathLike[str], step: int, reason: str) -> CheckpointError:
     older = [s for s in _steps(directory) if s < step]
     path = Path(directory) / str(step)
-    advice = f"delete it and go on from step {older[-1]} with --resume" if older else "there is no older one, start anew"
+    advice = f"delete it and go on from step {older[-1]} with --resume" if older else "there is no older one"
     return CheckpointError(f"The checkpoint {str(path)!r} is damaged ({reason}); {advice}.")
 
 
@@ -173,7 +174,8 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
     """Nested mappings as one mapping with dotted names."""
     if not isinstance(value, Mapping):
         return {name: value}
-    return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{name}.{key}" if name else str(key)).items()}
+    prefix = f"{name}." if name else ""
+    return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{prefix}{key}").items()}
 
 
 def _file_digests(folder: Path) -> dict[str, str]:
@@ -239,7 +241,7 @@ def load_policy(path: str | os.PathLike[str]) -> Trained:
     file, description, weights = _read_policy(path)
     wanted = {k: v for k, v in description.items() if k != "digest"}
     if _digest(weights, wanted) != description.get("digest"):
-        raise CheckpointError(f"{str(file)!r} is damaged (its contents do not fit their digest); copy or train it again.")
+        raise CheckpointError(f"{str(file)!r} is damaged (its digest is another); copy or train it again.")
     name = description.get("policy")
     learned = sorted(n for n, cls in REGISTRY.items() if hasattr(cls, "init"))
     if name not in learned:
@@ -250,11 +252,12 @@ def load_policy(path: str | os.PathLike[str]) -> Trained:
         raise CheckpointError(f"{str(file)!r} has settings that this version does not know: {error}") from error
     template = jax.eval_shape(policy.init, jax.random.key(0))
     shapes = {name: leaf.shape for name, leaf in _named(template).items()}
-    if shapes != {name: value.shape for name, value in weights.items()}:
-        wrong = sorted(n for n in shapes.keys() | weights.keys() if n not in weights or shapes.get(n) != weights[n].shape)
+    here = {name: value.shape for name, value in weights.items()}
+    if shapes != here:
+        wrong = min(name for name in shapes.keys() | here.keys() if shapes.get(name) != here.get(name))
         raise CheckpointError(
-            f"{str(file)!r}: the weight {wrong[0]} has the shape {getattr(weights.get(wrong[0]), 'shape', None)}, but its "
-            f"policy's settings ask for {shapes.get(wrong[0])}; weights and settings do not belong together."
+            f"{str(file)!r}: the weight {wrong} has the shape {here.get(wrong)}, but its policy's settings ask for "
+            f"{shapes.get(wrong)}; weights and settings do not belong together."
         )
     leaves = [jax.numpy.asarray(weights[name]) for name in shapes]
     return Trained(policy, jax.tree.unflatten(jax.tree.structure(template), leaves))

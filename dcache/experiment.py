@@ -100,7 +100,8 @@ class Experiment:
             raise ConfigError(f"seed is {self.seed}; give a number from 0 to {2**32 - 1}.")
         if self.policy.granularity != "sequence":
             raise ConfigError(
-                f"policy.granularity is {self.policy.granularity!r}; the distillation learner trains 'sequence' policies."
+                f"policy.granularity is {self.policy.granularity!r}; the distillation learner trains 'sequence' "
+                "policies."
             )
 
     def identity(self) -> dict[str, Any]:

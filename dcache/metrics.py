@@ -88,6 +88,6 @@ class Writer:
 
     def _failed(self, error: OSError) -> TrainingError:
         return TrainingError(
-            f"Metrics cannot be written to {str(self._path.parent)!r} ({error.strerror}); free disk space, then go on from "
-            "the last checkpoint with --resume."
+            f"Metrics cannot be written to {str(self._path.parent)!r} ({error.strerror}); free disk space, then go on "
+            "from the last checkpoint with --resume."
         )

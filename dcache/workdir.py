@@ -40,8 +40,8 @@ def lock(workdir: str | os.PathLike[str]) -> Iterator[None]:
             handle.seek(0)
             holder = handle.read().strip() or "unknown process"
             raise WorkdirError(
-                f"The workdir {str(workdir)!r} is held by another run ({holder}); wait until it ends, stop it, or choose "
-                "another with --workdir."
+                f"The workdir {str(workdir)!r} is held by another run ({holder}); wait until it ends, stop it, or "
+                "choose another with --workdir."
             ) from None
         except OSError as error:
             raise WorkdirError(

@@ -1,7 +1,7 @@
 """The whole story in one command: `python launch/demo.py` (or `make demo`).
 
 Trains a policy on a real language model, compares it with the heuristics on prompts that it never saw, and writes a
-report. Takes about a quarter of an hour on 2 processors; what is done already is not done again.
+report. Takes about ten minutes on 2 processors; what is done already is not done again.
 
     --workdir=DIR  where everything goes (default: runs/demo)
     --config=FILE  what is trained (default: configs/smollm2.py:demo)
@@ -19,8 +19,8 @@ _CONFIG = flags.DEFINE_string("config", "configs/smollm2.py:demo", "Configuratio
 
 _STORY = """\
 1. Training: a small network learns which cached tokens of a 512-token prompt may go (75% do), by trial and error: the
-   reward is how little the language model's predictions change.                                      about 8 minutes
-2. Evaluation on held-out prompts, against the heuristics at the same budget (25% of the tokens kept):  about 5 minutes
+   reward is how little the language model's predictions change.                                      about 6 minutes
+2. Evaluation on held-out prompts, against the heuristics at the same budget (25% of the tokens kept):  about 3 minutes
 3. A table here, and a report with pictures in {report}.
 An interrupted demo goes on where it stopped when you run the command again.
 """

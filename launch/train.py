@@ -4,8 +4,8 @@
     --resume             go on from the workdir's newest checkpoint
     --config.FIELD=...   change a field, for instance --config.seed=1 or --config.learn.steps=500
 
-The workdir gets checkpoints/, policy/ (the trained policy), metrics.jsonl, tensorboard/ and config.json. Ctrl-C or SIGTERM
-finishes the current step and saves.
+The workdir gets checkpoints/, policy/ (the trained policy), metrics.jsonl, tensorboard/ and config.json. Ctrl-C or
+SIGTERM finishes the current step and saves.
 """
 
 import shlex
@@ -31,7 +31,8 @@ def main(argv: list[str]) -> None:
     common.use_compilation_cache()
     experiment = from_config(_CONFIG.value)
     workdir = _WORKDIR.value or common.default_workdir(experiment)
-    print(f"Training {experiment.name}, seed {experiment.seed}, for {experiment.learn.steps} steps in {workdir}", flush=True)
+    steps = experiment.learn.steps
+    print(f"Training {experiment.name}, seed {experiment.seed}, for {steps} steps in {workdir}", flush=True)
     outcome = train(experiment, workdir, resume=_RESUME.value)
     if outcome.step < outcome.steps:
         again = [word for word in sys.argv if word not in ("--resume", "--noresume")]

@@ -1,7 +1,7 @@
 """Naive dense references in plain numpy (float64), and the compiled functions that the tests compare with them.
 
-The reference model keeps every token for ever and drops keys by a visibility table, one query and one head at a time: no
-cache, no slots, no blocks. Axis letters are those of `dcache.config`.
+The reference model keeps every token for ever and drops keys by a visibility table, one query and one head at a time:
+no cache, no slots, no blocks. Axis letters are those of `dcache.config`.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from dcache import cache as kv
 from dcache import model
 from dcache.attention import StatsRequest
 from dcache.config import PRESETS
-from dcache.signals import ENTROPY_QUERIES, WINDOW
+from dcache.signals import ENTROPY_QUERIES, NEAR, WINDOW
 
 TINY = PRESETS["tiny"]
 EVERYTHING = StatsRequest(mass=True, last=True, windows=(WINDOW,), rows=ENTROPY_QUERIES)
@@ -165,12 +165,13 @@ def decoded(kind, request=EVERYTHING):
     """A cache of two sequences (70 and 41 tokens) after 6 decode steps, and what the reference knows of each.
 
     Args:
-      kind: "prefill" (no steps); "plain"; "sequence" or "head": before every other step a random third of the tokens that
-        are left is dropped, the same in all layers and heads or not, and later tokens take their slots; "unrolled" is
-        "sequence" in the other layout.
+      kind: "prefill" (no steps); "plain"; "sequence" or "head": before every other step a random third of the tokens
+        that are left is dropped, the same in all layers and heads or not, and later tokens take their slots; "unrolled"
+        is "sequence" in the other layout.
 
     Returns:
-      The cache; for each sequence its `Dense` of the whole text; bool[L, K, T] what is still there; the prompts' lengths.
+      The cache; for each sequence its `Dense` of the whole text and bool[L, K, T], what is still there; the lengths of
+      the prompts.
     """
     rng, config = np.random.default_rng(3), TINY
     layers, heads = config.num_layers, config.num_kv_heads
@@ -200,7 +201,7 @@ def decoded(kind, request=EVERYTHING):
 
 
 def window_sum(probs, prompt, width):
-    """[L, N, T, T] -> [L, N, T]: sum over the prompt's last `width` queries; every later one multiplies by 1 - 1/width."""
+    """[L, N, T, T] -> [L, N, T]: sum over the prompt's last `width` queries; a later one multiplies by 1 - 1/width."""
     total = probs[:, :, max(0, prompt - width) : prompt].sum(2)
     for t in range(prompt, probs.shape[2]):
         total = total * (1 - 1 / width) + probs[:, :, t]
@@ -211,7 +212,7 @@ def signal(name, dense, alive, prompt, granularity="sequence", layer_reduce="mea
     """A raw signal of every token after all T tokens: [T], [L, T] or [L, K, T].
 
     Args:
-      dense: of the whole text. alive: bool[L, K, T], tokens that are still cached. prompt: tokens that the prefill read.
+      dense: of the whole text. alive: bool[L, K, T], tokens that are still cached. prompt: tokens the prefill read.
     """
     layers, heads, count, _ = dense.probs.shape
     kv_heads = dense.keys.shape[1]
@@ -249,6 +250,15 @@ def signal(name, dense, alive, prompt, granularity="sequence", layer_reduce="mea
         mean = (unit * alive[..., None]).sum(2) / alive.sum(2)[..., None]
         cosine = np.einsum("lkth,lkh->lkt", unit, mean) / np.sqrt((mean**2).sum(-1))[..., None]
         return -cosine if granularity == "head" else over_layers(-cosine.mean(1), np.mean)
+    if name.endswith("_near"):
+        value = signal(name.removesuffix("_near"), dense, alive, prompt, granularity, layer_reduce)
+        held = {"sequence": alive[0, 0], "layer": alive[:, 0], "head": alive}[granularity]
+        near = np.full(value.shape, np.nan)
+        for index in np.ndindex(value.shape[:-1]):
+            tokens = np.flatnonzero(held[index])
+            for i, t in enumerate(tokens):
+                near[(*index, t)] = value[index][tokens[max(0, i - NEAR // 2) : i + NEAR // 2 + 1]].max()
+        return near
     if name == "pos":
         value = np.arange(count) / count
     elif name == "entropy":
@@ -283,7 +293,7 @@ def alive_tokens(cache, count, sequence=0):
 
 
 def top(scores, alive, budget, protected=None):
-    """The `budget` alive entries of highest score along the last axis, protected ones first; ties to the lower index."""
+    """The `budget` alive entries of highest score on the last axis, protected ones first; ties to the lower index."""
     keep = np.zeros(scores.shape, bool)
     for index in np.ndindex(scores.shape[:-1]):
         guard = np.zeros(scores.shape[-1], bool) if protected is None else protected[index]

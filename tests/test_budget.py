@@ -66,9 +66,9 @@ def test_traced_equals_python(minimum):
 
 def test_traced_counts():
     seen = jnp.asarray([1, 5, 40, 5000], jnp.int32)
-    for count in (2, 5, 33, 4999, 6000):
-        got = budgets.tokens_kept_traced(jnp.float32(budgets.encode(count)), seen)
-        np.testing.assert_array_equal(got, [budgets.tokens_kept(count, int(n)) for n in seen])
+    for budget in (1, 2, 5, 33, 4999, 6000, 0.25, 1.0):  # one token, and a ratio of one, are different things
+        got = budgets.tokens_kept_traced(jnp.float32(budgets.encode(budget)), seen)
+        np.testing.assert_array_equal(got, [budgets.tokens_kept(budget, int(n)) for n in seen])
         assert got.dtype == jnp.int32
 
 

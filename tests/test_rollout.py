@@ -64,7 +64,7 @@ def test_kl_divergence_by_hand():
 
 def standardised(raw, alive):
     """Features in float64, of the tokens that are there: raw [T, F]."""
-    logged = [n in ("alpha", "alpha_last", "sigma", "window_mean", "window_max", "last") for n in NAMES]
+    logged = [n in ("alpha", "sigma", "last") or n.startswith("window") for n in NAMES]
     x = np.where(logged, np.log(np.maximum(raw, 0) + 1e-8), raw)[alive]
     return (x - x.mean(0)) / x.std(0)
 
@@ -167,10 +167,11 @@ def test_follow_equals_token_by_token(method, evict_every):
     # Several budgets at once against a loop over tokens with a list of kept tokens for each layer and head.
     params, cache, teacher = setting()
     policy, minimum = make(method), 4
-    arms = [0.3, 0.5, 1.0, 7]
+    arms = [0.3, 0.5, 1.0, 7, 1]  # three ratios, two counts
+    encoded = [budgets.encode(arm) for arm in arms]
     _, cache = naive.read([TEXT[:P]], StatsRequest(mass=True, last=True))
     log_q, first = follow_jit(
-        params, TINY, policy, (), cache, jnp.asarray(TEXT[P:]), jnp.asarray(arms, jnp.float32), jax.random.key(0),
+        params, TINY, policy, (), cache, jnp.asarray(TEXT[P:]), jnp.asarray(encoded, jnp.float32), jax.random.key(0),
         evict_every=evict_every, minimum=minimum,
     )  # fmt: skip
     assert log_q.shape == (len(arms), T, TINY.vocab_size) and first.shape == (L, len(arms), K, P)
@@ -196,10 +197,10 @@ def test_follow_equals_token_by_token(method, evict_every):
 
 def test_follow_distillcache_keeps_the_best_scores():
     params, cache, _ = setting()
+    budget = jnp.asarray([budgets.encode(12)])
     _, first = follow_jit(
-        params, TINY, POLICY, policy_params(), cache, jnp.asarray(TEXT[P:]), jnp.asarray([12.0]), jax.random.key(0),
-        evict_every=0,
-    )  # fmt: skip
+        params, TINY, POLICY, policy_params(), cache, jnp.asarray(TEXT[P:]), budget, jax.random.key(0), evict_every=0
+    )
     scores = np.asarray(POLICY.scores(policy_params(), cache, None))[0]
     want = naive.top(scores, np.ones(P, bool), 12)
     assert (np.asarray(first) == want).all()
@@ -230,7 +231,8 @@ def test_teach(layout):
     decode_params = model.unstack(params) if layout == "unrolled" else params
     out = teach_jit(
         params, decode_params, UNTIED, jnp.asarray(padded), jnp.asarray([12, 9, 5], jnp.int32), jnp.asarray(given),
-        jnp.asarray([6, 2, 6], jnp.int32), jnp.asarray([False, False, True]), jnp.asarray(stop), naive.EVERYTHING, decode=True,
+        jnp.asarray([6, 2, 6], jnp.int32), jnp.asarray([False, False, True]), jnp.asarray(stop), naive.EVERYTHING,
+        decode=True,
     )  # fmt: skip
     np.testing.assert_array_equal(out.continuation[:2], given[:2])
     np.testing.assert_array_equal(out.continuation[2], own)

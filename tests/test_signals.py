@@ -1,4 +1,4 @@
-"""Signals against the dense reference, after the prefill, while decoding, with and without eviction; standardisation."""
+"""Signals against the dense reference: after the prefill, while decoding, with and without eviction; standardised."""
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +107,18 @@ def test_key_similarity_by_hand():
     got = signals.key_similarity(kv.Cache(layer, None, jnp.asarray([3], jnp.int32)))
     # Unit keys (1, 0), (0, 1), (r, r): their mean points along (1, 1). The empty slot does not count and gets 0.
     np.testing.assert_allclose(got[0, 0, 0], [0.5**0.5, 0.5**0.5, 1.0, 0.0], rtol=1e-6)
+
+
+def test_pool_by_hand():
+    x, position = jnp.asarray([[1.0, 5.0, 2.0, 0.0, 3.0]]), jnp.arange(5, dtype=jnp.int32)[None]
+    np.testing.assert_allclose(signals.pool(x, position, 3, "max"), [[5, 5, 5, 3, 3]])
+    np.testing.assert_allclose(signals.pool(x, position, 3, "avg"), np.asarray([[6, 8, 7, 5, 3]]) / 3, rtol=1e-6)
+    np.testing.assert_allclose(signals.pool(x, position, 1, "max"), x)
+    np.testing.assert_allclose(signals.pool(x, position, 9, "avg"), np.full((1, 5), 11 / 9), rtol=1e-6)
+    # Slots in another order, and a hole whose content must not matter: neighbours are neighbours in position.
+    x, position = jnp.asarray([3.0, 99.0, 1.0, 0.0, 5.0]), jnp.asarray([9, -1, 0, 7, 4], jnp.int32)
+    got = np.asarray(signals.pool(x, position, 3, "max"))
+    np.testing.assert_allclose(got[[2, 4, 3, 0]], [5, 5, 5, 3])
 
 
 def test_needs():

@@ -22,7 +22,8 @@ def test_lock_names_the_holder_and_is_released(tmp_path):
 
 
 def test_a_killed_process_releases_its_lock(tmp_path):
-    code = "import sys, time\nfrom dcache.workdir import lock\nwith lock(sys.argv[1]): print('held', flush=True); time.sleep(60)"
+    code = "import sys, time; from dcache.workdir import lock\n"
+    code += "with lock(sys.argv[1]): print('held', flush=True); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "held\n"

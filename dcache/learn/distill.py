@@ -168,7 +168,8 @@ def train_step(
         return loss, (log_probs, returns)
 
     grads, (log_probs, returns) = jax.grad(loss_of, has_aux=True)(state.params)
-    updates, opt_state = optimiser(config).update(grads, state.opt_state, state.params)
+    with jax.numpy_dtype_promotion("standard"):  # optax raises Python floats to int32 powers
+        updates, opt_state = optimiser(config).update(grads, state.opt_state, state.params)
     mean_return = jnp.mean(returns[:, 0])
     kl = jnp.sum(rolled.kl * weight[None], axis=1) / jnp.maximum(jnp.sum(weight), 1.0)  # [A], mean over counted tokens
     decay = jnp.where(state.step == 0, 0.0, config.baseline_decay)
@@ -184,7 +185,7 @@ def train_step(
         "kl_deviation": jnp.std(kl),
         "ratio": ratio,
         "surprise": jnp.mean(-log_probs / rolled.budget.T.astype(jnp.float32)),
-        "grad_norm": optax.global_norm(grads),
+        "grad_norm": optax.tree.norm(grads),
         "baseline": new.baseline,
     }
     return new, metrics

@@ -1,8 +1,8 @@
 """The training loop: prompts -> teacher -> one update per prompt, with metrics, checkpoints and orderly stops.
 
-The language model is frozen, so the teacher reads `teacher_batch` prompts at once; each of them then gives one update. All
-randomness follows from the run's key and the step, and the position in the data is the step itself: a run that goes on
-from a checkpoint in the middle of a block reads that block again and takes the same steps, bit for bit.
+The language model is frozen, so the teacher reads `teacher_batch` prompts at once; each of them then gives one update.
+All randomness follows from the run's key and the step, and the position in the data is the step itself: a run that goes
+on from a checkpoint in the middle of a block reads that block again and takes the same steps, bit for bit.
 """
 
 import collections
@@ -28,7 +28,7 @@ from dcache.budget import tokens_kept
 from dcache.data.prompts import Prompt
 from dcache.errors import CheckpointError, ConfigError, TrainingError
 from dcache.experiment import Experiment
-from dcache.learn.blocks import Block, Stream, make_block, training_prompts
+from dcache.learn.blocks import Block, make_block, training_prompts
 from dcache.learn.distill import TrainState, init_state, train_step
 from dcache.load import LanguageModel, load
 from dcache.rollout import Trajectories, teach
@@ -74,7 +74,8 @@ def train(
         if start is not None:
             if not resume:
                 raise CheckpointError(
-                    f"{str(workdir)!r} holds a run already (step {start}); go on with --resume, or choose another --workdir."
+                    f"{str(workdir)!r} holds a run already (step {start}); go on with --resume, or choose another "
+                    "--workdir."
                 )
             checkpoint.check_identity(folder, checkpoint.describe(folder)["identity"], _configured(experiment))
             if start >= steps:
@@ -96,8 +97,8 @@ class _Run:
         learn, data = experiment.learn, experiment.data
         if data.length + learn.horizon > lm.config.max_positions:
             raise ConfigError(
-                f"Prompts of {data.length} tokens and a horizon of {learn.horizon} exceed the {lm.config.max_positions} "
-                f"positions of {lm.name!r}; shorten data.length or learn.horizon."
+                f"Prompts of {data.length} tokens and a horizon of {learn.horizon} exceed the "
+                f"{lm.config.max_positions} positions of {lm.name!r}; shorten data.length or learn.horizon."
             )
         self.experiment, self.workdir, self.lm = experiment, workdir, lm
         self.stream, digest = training_prompts(data, lm.tokenizer, learn.horizon, experiment.seed)
@@ -121,15 +122,17 @@ class _Run:
         weights_key, key = jax.random.split(jax.random.key(experiment.seed))
         start = jax.jit(functools.partial(init_state, policy=experiment.policy, config=experiment.learn))
         if resumed:
-            state, key = checkpoint.restore(self.workdir / "checkpoints", jax.eval_shape(start, weights_key), self.identity)
+            template = jax.eval_shape(start, weights_key)
+            state, key = checkpoint.restore(self.workdir / "checkpoints", template, self.identity)
         else:
             state = start(weights_key)
             self.save(state, key)  # a full disk shows before any work is lost
         step = int(state.step)
         pending: tuple[int, Prompt, Mapping[str, jax.Array]] | None = None
-        with contextlib.closing(metrics.Writer(self.workdir, step)) as writer, _bar(step, experiment.learn.steps) as bar:
+        writer = metrics.Writer(self.workdir, step)
+        with contextlib.closing(writer), _bar(step, experiment.learn.steps) as bar:
             log = _Log(writer, bar, experiment)
-            for prompt, trajectories, index in self.trajectories(step):
+            for prompt, trajectories, index in self.trajectories(step, stopped):
                 if stopped.requested:
                     break
                 state, values = self.update(state, self.lm.params, trajectories, index, key)
@@ -147,10 +150,13 @@ class _Run:
                 self.save(state, key)
         return step
 
-    def trajectories(self, step: int) -> Iterator[tuple[Prompt, Trajectories, jax.Array]]:
-        """From a step on: each step's prompt, its block's trajectories, and its place among them (int32 scalar)."""
+    def trajectories(self, step: int, stopped: "_Stop") -> Iterator[tuple[Prompt, Trajectories, jax.Array]]:
+        """From a step on: each step's prompt, its block's trajectories, and its place among them (int32 scalar).
+
+        Ends with the last step, or where the next block would be read for nothing because the run is to stop.
+        """
         size = self.experiment.teacher_batch
-        while step < self.experiment.learn.steps:
+        while step < self.experiment.learn.steps and not stopped.requested:
             block = self.block(step // size)
             taught = self.read(block)
             for place in range(step % size, min(size, self.experiment.learn.steps - step + step % size)):
@@ -194,21 +200,21 @@ class _Log:
         wrong = [f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value)]
         if wrong:
             raise TrainingError(
-                f"Step {step}, prompt {prompt.name!r}: {', '.join(wrong)}; look at this prompt and the model's weights, or "
-                "lower learn.learning_rate. The last checkpoint is from before this step."
+                f"Step {step}, prompt {prompt.name!r}: {', '.join(wrong)}; look at this prompt and the model's "
+                "weights, or lower learn.learning_rate. The last checkpoint is from before this step."
             )
         now = time.monotonic()
         # The prompt and its continuation are read by the teacher, the continuation by every student.
         tokens = len(prompt.tokens) + (1 + self._learn.samples) * self._learn.horizon
         self._window.append((tokens, now - self._last))
         read, seconds = (sum(column) for column in zip(*self._window, strict=True))
-        record: dict[str, float | str] = numbers | {
+        numbers |= {
             f"kl@{numbers['ratio']:g}": numbers["kl"],
             "tokens_per_second": read / max(seconds, 1e-9),
             "seconds": now - self._last,
         }
         self._last = now
-        self._writer.write(step, record | {"kind": prompt.kind, "prompt": prompt.name})
+        self._writer.write(step, {**numbers, "kind": prompt.kind, "prompt": prompt.name})
         self._bar.set_postfix(kl=f"{numbers['kl']:.3f}", reward=f"{numbers['reward']:.3f}", refresh=False)
         if self._compiling:  # the first step's time says nothing about the others'
             self._compiling = False

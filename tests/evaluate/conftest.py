@@ -55,7 +55,7 @@ def make_prompt(number, kind, length, answers=()):
 def prompts():
     """Three retrieval prompts and two of plain text, of different lengths, at most `LENGTH`."""
     return [
-        make_prompt(0, "retrieval", 48), make_prompt(1, "retrieval", 45), make_prompt(2, "retrieval", 40),
+        make_prompt(0, "retrieval", 48), make_prompt(1, "retrieval", 44), make_prompt(2, "retrieval", 44),
         make_prompt(3, "text", 48), make_prompt(4, "text", 44),
     ]  # fmt: skip
 

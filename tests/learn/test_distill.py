@@ -1,5 +1,6 @@
 """The learning rule: log-probabilities of decisions, advantages, one update, and that it learns."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -243,6 +244,26 @@ def test_one_sample():
     state, metrics = step(fresh(config), config=config)
     assert float(metrics["baseline"]) == pytest.approx(float(metrics["reward"]))
     assert float(metrics["grad_norm"]) > 0
+
+
+def test_learns_a_strong_signal():
+    # New tokens see the last 8 positions only, and a budget of 8 of 32: whoever keeps the most recent tokens loses nothing.
+    windowed = dataclasses.replace(TINY, sliding_window=8)
+    policy = make("distillcache", signals=("pos", "vnorm"), hidden=8)
+    config = DistillConfig(steps=60, horizon=4, evict_every=0, samples=8, ratios=(0.25,), minimum=4, learning_rate=0.02,
+                           warmup_steps=0)  # fmt: skip
+    _, cache = naive.read([naive.some_tokens(P, seed=1)], policy.needs, windowed)
+    text = rollout.Trajectories(cache, jnp.asarray(naive.some_tokens(4, seed=3))[None], jnp.ones((1, 4)))
+    for seed in range(3):
+        state, kl = distill.init_state(jax.random.key(seed), policy, config), []
+        for _ in range(60):
+            with OPTAX:
+                state, metrics = train_jit(
+                    state, naive.weights(windowed), text, jnp.int32(0), jax.random.key(seed), model_config=windowed,
+                    policy=policy, config=config, most=8,
+                )  # fmt: skip
+            kl.append(float(metrics["kl"]))
+        assert np.mean(kl[-10:]) < 0.2 * np.mean(kl[:10]), seed
 
 
 def test_optimiser():

@@ -108,7 +108,8 @@ def test_what_a_run_writes(tmp_path, experiment, lm):
     assert list((tmp_path / "tensorboard").iterdir())
     assert json.loads((tmp_path / "config.json").read_text())["learn"]["steps"] == 6
     description = json.loads((tmp_path / "policy" / "policy.json").read_text())
-    assert description["step"] == 6 and description["model"]["name"] == "tiny" and description["model"]["num_layers"] == 2
+    assert description["step"] == 6
+    assert description["model"]["name"] == "tiny" and description["model"]["num_layers"] == 2
     # The weights have moved from their start, in which the last layer is zero.
     assert float(jnp.abs(checkpoint.load_policy(tmp_path).params["params"]["Dense_2"]["kernel"]).max()) > 0
 
@@ -127,17 +128,18 @@ def test_a_run_is_not_overwritten(tmp_path, experiment, lm):
     before = (tmp_path / metrics.FILE).read_text()
     with pytest.raises(CheckpointError, match=r"holds a run already \(step 6\).*--resume.*another --workdir"):
         loop.train(experiment, tmp_path, lm=lm)
-    for other, field in (
-        (dataclasses.replace(experiment, seed=5), "config.seed"),
-        (dataclasses.replace(experiment, learn=dataclasses.replace(experiment.learn, steps=8)), "config.learn.steps"),
-        (dataclasses.replace(experiment, policy=dataclasses.replace(experiment.policy, hidden=8)), "config.policy.hidden"),
-        (dataclasses.replace(experiment, model="smollm2"), "config.model"),
+    for fields, name in (
+        ({"seed": 5}, "seed"),
+        ({"learn": dataclasses.replace(experiment.learn, steps=8)}, "learn.steps"),
+        ({"policy": dataclasses.replace(experiment.policy, hidden=8)}, "policy.hidden"),
+        ({"model": "smollm2"}, "model"),
     ):
-        with pytest.raises(CheckpointError, match=f"differs in {field} "):
-            loop.train(other, tmp_path, resume=True)
+        with pytest.raises(CheckpointError, match=f"differs in config.{name} "):
+            loop.train(dataclasses.replace(experiment, **fields), tmp_path, resume=True)
     assert (tmp_path / metrics.FILE).read_text() == before
     # What does not decide the course of training may change.
-    assert not loop.train(dataclasses.replace(experiment, checkpoint_every=1, name="new"), tmp_path, resume=True).trained
+    renamed = dataclasses.replace(experiment, checkpoint_every=1, name="new")
+    assert not loop.train(renamed, tmp_path, resume=True).trained
 
 
 def test_other_weights_or_text_under_the_same_name(tmp_path, monkeypatch, experiment, lm, texts):
@@ -232,7 +234,8 @@ def test_benchmark_prompts(tmp_path, lm):
     (tmp_path / "train.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "It is 2.\n#### 2"}) + "\n")
     config = smollm2.get_config("tiny")
     config.data.source = "longbench+gsm8k"
-    data = dataclasses.replace(from_config(config).data, longbench_dir=str(tmp_path), gsm8k_dir=str(tmp_path), length=128)
+    data = from_config(config).data
+    data = dataclasses.replace(data, longbench_dir=str(tmp_path), gsm8k_dir=str(tmp_path), length=128)
     stream, digest = training_prompts(data, lm.tokenizer, 8, seed=0)
     assert sorted(stream[i].task for i in range(2)) == ["2wikimqa", "gsm8k"]
     assert all(0 < len(stream[i].tokens) <= 128 for i in range(2))

@@ -12,7 +12,6 @@ from dcache.attention import Stats, StatsRequest
 from dcache.errors import BudgetError, ConfigError
 from dcache.policies import make
 from dcache.policies.base import keep_set
-from dcache.policies.snapkv import pool
 from tests import naive
 from tests.naive import TINY
 
@@ -176,14 +175,6 @@ def test_snapkv_pools_before_the_mean_over_heads():
     got = make("snapkv", window=1, kernel=3).scores((), dataclasses.replace(cache, layers=layer), KEY)
     by_token = naive.by_position(got[0, 0, 0], layer.position[0, 0, 0], 8)
     np.testing.assert_allclose(by_token[[0, 1, 2, 4, 5, 6, 7]], [2, 2, 1, 4, 4, 3, 0])  # 2 and 4 are neighbours now
-
-
-def test_pool_by_hand():
-    x = jnp.asarray([[1.0, 5.0, 2.0, 0.0, 3.0]])
-    np.testing.assert_allclose(pool(x, 3, "max"), [[5, 5, 5, 3, 3]])
-    np.testing.assert_allclose(pool(x, 3, "avg"), np.asarray([[6, 8, 7, 5, 3]]) / 3, rtol=1e-6)
-    np.testing.assert_allclose(pool(x, 1, "max"), x)
-    np.testing.assert_allclose(pool(x, 9, "avg"), np.full((1, 5), 11 / 9), rtol=1e-6)
 
 
 def test_snapkv_window_rule():
