@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 from dcache.errors import ConfigError
 from dcache.learn.distill import DistillConfig
 from dcache.policies.distillcache import DistillCache
-from dcache.signals import PAPER_SIGNALS
+from dcache.signals import EXTENDED_SIGNALS, PAPER_SIGNALS
 
 VARIANTS = ("tiny", "demo", "sequential", "paper")
 
@@ -40,16 +40,19 @@ def get_config(variant: str = "") -> ConfigDict:
     config.checkpoint_every = 20
     config.keep_checkpoints = 2
     config.data = ConfigDict(dict(source="installed", length=512, retrieval=0.5, held_out=0.3, trajectory="mixed"))
-    config.policy = ConfigDict(dataclasses.asdict(DistillCache()))
+    prior = {"alpha": 1.5, "window_mean_near": 1.5, "window_max_near": 1.5}  # where training starts: attention received
+    config.policy = ConfigDict(
+        dataclasses.asdict(DistillCache(prior=tuple(prior.get(name, 0.0) for name in EXTENDED_SIGNALS)))
+    )
     learn = DistillConfig(
-        steps=240, horizon=16, evict_every=0, samples=12, ratios=(0.25,), learning_rate=2e-3, warmup_steps=20,
+        steps=200, horizon=12, evict_every=0, samples=12, ratios=(0.25,), learning_rate=2e-3, warmup_steps=20,
         final_rate=0.1, standardise=True, entropy_bonus=0.01,
     )  # fmt: skip
     config.learn = ConfigDict(dataclasses.asdict(learn))
     config.eval = ConfigDict(
         dict(
             policies=("full", "random", "streaming_llm", "h2o", "snapkv", "tova", "keydiff"),
-            budgets=(0.5, 0.25, 0.125), prompts=32, horizon=16, evict_every=0, seed=1, accuracy=True,
+            budgets=(0.5, 0.25, 0.125), prompts=32, horizon=12, evict_every=0, seed=1, accuracy=True,
         )
     )  # fmt: skip
 
@@ -61,7 +64,7 @@ def get_config(variant: str = "") -> ConfigDict:
         config.learn.update(steps=6, horizon=8, samples=4, warmup_steps=1)
         config.eval.update(prompts=2, horizon=8)
     elif variant == "demo":
-        config.learn.update(steps=160)
+        config.learn.update(steps=120)
         config.eval.update(prompts=24)
     elif variant == "sequential":
         config.data.trajectory = "teacher"
@@ -70,7 +73,7 @@ def get_config(variant: str = "") -> ConfigDict:
     elif variant == "paper":
         config.checkpoint_every = 100
         config.data.trajectory = "teacher"
-        config.policy.signals = PAPER_SIGNALS
+        config.policy.update(signals=PAPER_SIGNALS, prior=())
         config.learn = ConfigDict(
             dataclasses.asdict(
                 DistillConfig(

@@ -234,8 +234,9 @@ def test_weights_of_the_wrong_shape(tmp_path, params):
     checkpoint.save_policy(tmp_path, DistillCache(hidden=16, layers=1), params, {})
     with pytest.raises(CheckpointError, match=r"has the shape \(8,\), but its policy's settings ask for \(16,\)"):
         checkpoint.load_policy(tmp_path)
-    checkpoint.save_policy(tmp_path, DistillCache(hidden=8, layers=2), params, {})
-    with pytest.raises(CheckpointError, match=r"has the shape None, but its policy.s settings ask for"):
+    deeper = DistillCache(hidden=8, layers=2)
+    checkpoint.save_policy(tmp_path, deeper, {"params": {"Dense_0": params["params"]["Dense_0"]}}, {})
+    with pytest.raises(CheckpointError, match="Dense_1/bias has the shape None, but its policy's settings ask for"):
         checkpoint.load_policy(tmp_path)
 
 

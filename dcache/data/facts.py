@@ -17,10 +17,14 @@ Split = Literal["train", "test"]
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """One fact. `subject` says what it is about; two facts with different subjects cannot be confused."""
+    """One fact. `subject` says what it is about; two facts with different subjects cannot be confused.
+
+    `lead` opens the answer in words other than the sentence's where the kind allows it, up to the value itself.
+    """
 
     sentence: str
     question: str
+    lead: str
     answer: str
     kind: str
     subject: str
@@ -127,8 +131,8 @@ _KINDS: dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]] = {
     "count": ("{animal} {person}", "{count}", (
         "{person} keeps {value} {animal} on a farm.",
         "On the farm of {person} there are exactly {value} {animal}.",
-        "There are {value} {animal} on the land that belongs to {person}.",
-        "After the last market, {person} owned {value} {animal}.",
+        "The number of {animal} that {person} keeps is {value}.",
+        "When asked how many {animal} there are, {person} says {value}.",
         "Neighbours counted {value} {animal} in the yard of {person}.",
         "All of the {value} {animal} behind the barn belong to {person}.",
     ), (
@@ -401,9 +405,15 @@ def sample_fact(rng: np.random.Generator, split: Split = "train", kind: str | No
         if drawn not in answer:
             answer = answer.replace("{" + name + "}", drawn, 1)
     sentences, questions = templates(kind, split)
-    sentence = _indefinite(str(rng.choice(sentences)).format(value=answer, **fields))
+    chosen = int(rng.integers(len(sentences)))
+    sentence = _indefinite(sentences[chosen].format(value=answer, **fields))
     question = str(rng.choice(questions)).format(**fields)
-    return Fact(sentence, question, answer, kind, subject.format(**fields))
+    # A lead names all that the fact is about before it comes to the value.
+    leads = [i for i, text in enumerate(sentences) if all("{" + f + "}" in text.split("{value}")[0] for f in fields)]
+    others = [i for i in leads if i != chosen]
+    opening = _indefinite(sentences[int(rng.choice(others or leads))].format(value=answer, **fields))
+    lead = opening[: opening.rindex(answer)].rstrip()
+    return Fact(sentence, question, lead, answer, kind, subject.format(**fields))
 
 
 def _indefinite(sentence: str) -> str:

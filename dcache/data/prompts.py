@@ -34,7 +34,7 @@ class Prompt:
     Attributes:
       tokens: int32[T].
       kind: "retrieval" (a question with known answers) or "text" (a plain window).
-      continuation: int32[C], the answer's tokens, or the tokens that follow the window in the document.
+      continuation: int32[C], the rest of the answer, or the tokens that follow the window in the document.
       answers: accepted answers; empty for plain text.
       name: document and position, unique within a set of prompts.
       task: the kind of fact ("fact/price"), "text", or the name of a benchmark.
@@ -209,7 +209,8 @@ def _retrieval_prompt(
         asked = facts[int(rng.integers(len(facts)))]
         instruction = str(rng.choice(_INSTRUCTIONS))
         frame = instruction.format(passage=" ".join(fact.sentence for fact in facts), question=asked.question)
-        room = length - len(tokenizer.chat(frame))
+        lead = tokenizer.encode(asked.lead)
+        room = length - len(tokenizer.chat(frame)) - len(lead)
         starts, ends = _passages(cumulative, _SHORTEST * length - length + room, room - excess)
         if not len(starts):
             continue
@@ -222,9 +223,9 @@ def _retrieval_prompt(
             prose = place == len(passage) or re.match(r"[A-Z\"'“‘]", passage[place])
             passage.insert(int(place), fact.sentence + (" " if prose else "\n\n"))
         message = instruction.format(passage="".join(passage).strip(), question=asked.question)
-        tokens = tokenizer.chat(message)
+        tokens = np.concatenate([tokenizer.chat(message), lead])
         if _SHORTEST * length <= len(tokens) <= length and message.lower().count(asked.answer.lower()) == 1:
-            answer = tokenizer.encode(asked.answer + ".")
+            answer = tokenizer.encode(f" {asked.answer}.")
             name, task = f"{shelf.places[start]}+{asked.subject}", f"fact/{asked.kind}"
             return Prompt(
                 np.asarray(tokens, np.int32), "retrieval", np.asarray(answer, np.int32), (asked.answer,), name, task
@@ -276,7 +277,8 @@ def retrieval_prompts(
 ) -> list[Prompt]:
     """Prompts of real text with hidden facts and a question about one of them, as a chat message.
 
-    Each has between 0.93 `length` and `length` tokens; the facts stand between sentences. The answer occurs exactly
+    The assistant's answer is opened up to the value ("The favourite dish of Oskar Yarrow is"), as RULER does, so that
+    even a small model answers with the value instead of going on with the text. Each prompt has between 0.93 `length` and `length` tokens; the facts stand between sentences. The answer occurs exactly
     once in the message. The prompts are spread evenly over the documents.
 
     Args:

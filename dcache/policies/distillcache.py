@@ -39,6 +39,8 @@ class DistillCache(Policy):
       hidden, layers: width and number of hidden layers of the network.
       layer_reduce: "mean" or "max": how `vnorm` and `sigma` are reduced over layers.
       logs: take the logarithm of attention signals before they are standardised.
+      prior: fixed weights of the standardised signals, added to the network's output, one per signal; () for none. The
+        network starts at zero, so with a prior training starts from that ranking instead of a random one.
     """
 
     name = "distillcache"
@@ -51,6 +53,7 @@ class DistillCache(Policy):
     layers: int = 2
     layer_reduce: str = "mean"
     logs: bool = True
+    prior: tuple[float, ...] = ()
 
     def __post_init__(self):
         signal_lib.check_names(self.signals)
@@ -59,6 +62,10 @@ class DistillCache(Policy):
             raise ConfigError(
                 "distillcache: the signal 'entropy' is defined for granularity 'sequence' only, since its attention rows "
                 "are averaged over all heads; leave it out of `signals`."
+            )
+        if self.prior and len(self.prior) != len(self.signals):
+            raise ConfigError(
+                f"distillcache: the prior has {len(self.prior)} weights for {len(self.signals)} signals; give one each, or none."
             )
         if self.layer_reduce not in ("mean", "max"):
             raise ConfigError(f"distillcache: layer_reduce is {self.layer_reduce!r}; use 'mean' or 'max'.")
@@ -84,7 +91,8 @@ class DistillCache(Policy):
 
     def scores_of(self, params: Any, features: Array) -> Array:
         """Scores f32[..., S] of features f32[..., S, F]."""
-        return self.net.apply(params, features)  # type: ignore[return-value]
+        learned = self.net.apply(params, features)
+        return learned + features @ jnp.asarray(self.prior, jnp.float32) if self.prior else learned  # type: ignore[return-value]
 
     def scores(self, params, cache, key):
         """The network's scores."""

@@ -247,7 +247,7 @@ def test_one_sample():
 
 
 def test_learns_a_strong_signal():
-    # New tokens see the last 8 positions only, and a budget of 8 of 32: whoever keeps the most recent tokens loses nothing.
+    # New tokens see the last 8 positions only, and 8 of 32 tokens may stay: keeping the most recent costs nothing.
     windowed = dataclasses.replace(TINY, sliding_window=8)
     policy = make("distillcache", signals=("pos", "vnorm"), hidden=8)
     config = DistillConfig(steps=60, horizon=4, evict_every=0, samples=8, ratios=(0.25,), minimum=4, learning_rate=0.02,
