@@ -72,7 +72,7 @@ def test_masked_equals_compacted_equals_absent(kind, config):
         keep = keep_of(kind, rng)
         want = naive.forward(naive.weights(config), config, tokens, allowed_after(keep[:, 0]))
         masked = evict(grow(cache, T - P), jnp.asarray(np.pad(keep, ((0, 0),) * 3 + ((0, T - P),))))
-        compacted = compact(cache, jnp.asarray(keep), P - 1 if keep.sum(-1).max() < P else P, T - P)
+        compacted = compact(cache, jnp.asarray(keep), P - 1, T - P)
         for t in range(P, T):
             a, masked = feed(masked, tokens[None, t : t + 1], config=config)
             b, compacted = feed(compacted, tokens[None, t : t + 1], config=config)

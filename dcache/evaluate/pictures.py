@@ -64,7 +64,7 @@ def kl_by_budget(header: Record, table: Sequence[Cell], path: str | os.PathLike[
                 _lines(axis, found, budgets, looks)
             else:
                 _rows(axis, found, budgets[0], looks)
-            axis.set_title(f"{tables.KINDS[kind]}: KL to the full cache (nats per token), 95% intervals")
+            axis.set_title(f"{tables.KINDS[kind]}: KL to the full cache, 95% intervals")
         _save(figure, path)
 
 
@@ -92,6 +92,7 @@ def _lines(axis, found: Mapping[tuple[str, str], Cell], budgets: Sequence[str], 
     axis.set_xticks(range(len(budgets)), budgets)
     axis.set_xlim(-0.3, len(budgets) - 1 + 0.95)
     axis.set_xlabel("budget (share of the tokens kept)")
+    axis.set_ylabel("nats per token (less is better)")
     low, high = np.log(axis.get_ylim())
     for method, height in _apart({m: math.log(y) for m, y in ends.items()}, 0.055 * (high - low)).items():
         colour = looks[method]["color"]
@@ -126,7 +127,7 @@ def _rows(axis, found: Mapping[tuple[str, str], Cell], budget: str, looks: Mappi
     axis.set_xscale("log")
     axis.xaxis.set_major_formatter("{x:g}")
     axis.xaxis.set_minor_formatter("")
-    axis.set_xlabel(f"nats, at a budget of {budget} (less is better)")
+    axis.set_xlabel(f"nats per token, at a budget of {budget} (less is better)")
     axis.margins(x=0.12)
 
 

@@ -77,7 +77,10 @@ def changed(**fields):
         ({"data__length": 8}, "data.length is 8"),
         ({"data__retrieval": 1.5}, "data.retrieval is 1.5"),
         ({"policy__signals": ("alpha", "vibes")}, r"Unknown signals \['vibes'\]"),
-        ({"policy__signals": ("alpha",), "policy__granularity": "head"}, "learner trains 'sequence' policies"),
+        (
+            {"policy__signals": ("alpha",), "policy__prior": (), "policy__granularity": "head"},
+            "learner trains 'sequence' policies",
+        ),
     ],
 )
 def test_bad_fields_are_named(fields, message):

@@ -77,7 +77,7 @@ def test_sigterm_and_resume(tmp_path):
     assert process.returncode == 1 and "go on with --resume" in output
     process = start(*arguments, "--resume", cwd=tmp_path, DCACHE_CACHE=str(tmp_path / "cache"))
     output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0 and f"Done: {STEPS} steps" in output
+    assert process.returncode == 0 and f"Done: {STEPS} steps" in output, output
     assert "Warning" not in output and "warning" not in output
     process = start(*arguments, "--resume", cwd=tmp_path, DCACHE_CACHE=str(tmp_path / "cache"))
     output, _ = process.communicate(timeout=300)

@@ -100,7 +100,8 @@ def test_what_a_run_writes(tmp_path, experiment, lm):
     records = metrics.read(tmp_path)
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
     for i, record in enumerate(records):
-        assert record["kl"] == record["kl@0.25"] and record["kl"] >= 0 and record["ratio"] == 0.25
+        assert record["kl"] == record["kl@0.25"] and record["ratio"] == 0.25
+        assert record["kl"] > -1e-6  # rounding: the random model's attention is so flat that a prompt may lose nothing
         assert record["kind"] in ("retrieval", "text") and record["prompt"].startswith(f"{i}:")
         assert {"reward", "kl_deviation", "surprise", "grad_norm", "baseline", *TIMES} <= record.keys()
     assert len({record["prompt"] for record in records}) == 6

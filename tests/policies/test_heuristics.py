@@ -137,7 +137,7 @@ class Known:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("window, kernel, pooling", [(32, 7, "max"), (32, 5, "avg"), (4, 3, "avg"), (4, 1, "max")])
+@pytest.mark.parametrize("window, kernel, pooling", [(32, 7, "max"), (4, 3, "avg")])
 def test_snapkv(kind, window, kernel, pooling):
     cache, dense, alive, lengths = naive.decoded(kind, StatsRequest(windows=(4, 32)))
     policy = make("snapkv", window=window, kernel=kernel, pooling=pooling)
