@@ -1,8 +1,8 @@
 """dcache: learned eviction of the key/value cache of large language models, in JAX.
 
-    import dcache
-    lm = dcache.load("smollm2")
-    dcache.generate(lm, ["..."], policy="distillcache", budget=0.25).texts
+import dcache
+lm = dcache.load("smollm2")
+dcache.generate(lm, ["..."], policy="distillcache", budget=0.25).texts
 """
 
 from dcache.api import Fidelity, fidelity, generate, keep, logits, resolve, score

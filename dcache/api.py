@@ -16,9 +16,9 @@ from dcache import model, rollout
 from dcache.attention import StatsRequest
 from dcache.checkpoint import load_policy
 from dcache.errors import ConfigError
-from dcache.load import LanguageModel
 from dcache.generate import Generation, check_tokens, pad_prompts
 from dcache.generate import generate as generate_ids
+from dcache.load import LanguageModel
 from dcache.policies import REGISTRY, make
 from dcache.policies.base import Policy, Trained, keep_set, spread
 
@@ -52,7 +52,9 @@ def resolve(policy: str | os.PathLike[str] | Policy | Trained, **settings: Any) 
     """
     if isinstance(policy, Policy | Trained):
         if settings:
-            raise ConfigError(f"Settings {sorted(settings)} were given with a policy object; set its own fields instead.")
+            raise ConfigError(
+                f"Settings {sorted(settings)} were given with a policy object; set its own fields instead."
+            )
         return policy if isinstance(policy, Trained) else Trained(policy, ())
     name = os.fspath(policy)
     if name in REGISTRY:
@@ -60,13 +62,17 @@ def resolve(policy: str | os.PathLike[str] | Policy | Trained, **settings: Any) 
             return Trained(make(name, **settings), ())
         path = PRETRAINED / f"smollm2-{name}"
         if not path.exists():
-            raise ConfigError(f"No trained {name!r} policy lies in {path.name!r}; give the folder of one that you trained.")
+            raise ConfigError(
+                f"No trained {name!r} policy lies in {path.name!r}; give the folder of one that you trained."
+            )
     elif pathlib.Path(name).exists():
         path = pathlib.Path(name)
     else:
         make(name)  # raises, and lists the names
     if settings:
-        raise ConfigError(f"Settings {sorted(settings)} were given with a trained policy; they are part of its training.")
+        raise ConfigError(
+            f"Settings {sorted(settings)} were given with a trained policy; they are part of its training."
+        )
     return load_policy(path)
 
 
@@ -111,7 +117,12 @@ def _follow(params, config, policy, weights, tokens, length, continuation, budge
 
 
 def score(
-    lm: LanguageModel, tokens: Sequence[int] | np.ndarray, policy: str | Policy | Trained, *, seed: int = 0, **settings: Any
+    lm: LanguageModel,
+    tokens: Sequence[int] | np.ndarray,
+    policy: str | Policy | Trained,
+    *,
+    seed: int = 0,
+    **settings: Any,
 ) -> np.ndarray:
     """Scores of a prompt's tokens after the prefill: int[T] -> f32[L, K, T], higher = keep.
 

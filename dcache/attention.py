@@ -7,6 +7,7 @@ memory is linear in the prompt. Logits, softmax and statistics are float32 whate
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,8 +66,8 @@ class Stats:
         multiplies it by `1 - 1/w` and adds its own, since per-head rows of the window would cost as much as the cache.
     """
 
-    mass: Array | None = None
-    last: Array | None = None
+    mass: Any = None
+    last: Any = None
     windows: dict[int, Array] = dataclasses.field(default_factory=dict)
 
 

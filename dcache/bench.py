@@ -19,10 +19,12 @@ from dcache import budget as budgets
 from dcache import cache as kv
 from dcache import model, rollout
 from dcache.attention import Stats, StatsRequest
+from dcache.errors import ConfigError
 from dcache.generate import generate, pad_prompts
 from dcache.learn.distill import DistillConfig, init_state, train_step
 from dcache.load import LanguageModel
 from dcache.policies.base import Trained, keep_set
+from dcache.policies.distillcache import DistillCache
 from dcache.signals import PAPER_SIGNALS, needs
 
 Numbers = dict[str, float]
@@ -54,16 +56,17 @@ def training_step(
 
     The step is the whole of it: the teacher reads the prompt, continues it greedily, and K students follow.
     """
+    policy = trained.policy
+    if not isinstance(policy, DistillCache):
+        raise ConfigError(f"A training step needs a distillcache policy; {policy.name!r} is not trained.")
     config = DistillConfig(
         steps=100, horizon=horizon, evict_every=evict_every, samples=samples, ratios=(0.25,), warmup_steps=1
     )
     tokens, length = pad_prompts([random_prompt(lm, prompt)], prompt)
-    state = init_state(jax.random.key(0), trained.policy, config)
+    state = init_state(jax.random.key(0), policy, config)
     teach = jax.jit(functools.partial(rollout.teach, config=lm.config, request=trained.policy.needs, decode=True))
     most = budgets.tokens_kept(0.25, prompt + horizon)
-    update = jax.jit(
-        functools.partial(train_step, model_config=lm.config, policy=trained.policy, config=config, most=most)
-    )
+    update = jax.jit(functools.partial(train_step, model_config=lm.config, policy=policy, config=config, most=most))
     prefill = jax.jit(functools.partial(model.prefill, config=lm.config, request=StatsRequest()))
     unrolled = isinstance(lm.decode_params["layers"], tuple)
 
@@ -104,7 +107,7 @@ def prefill_memory(lm: LanguageModel, length: int = 8000) -> Numbers:
     """Bytes that a prefill with all five signals needs: weights, result, and what XLA reserves while it runs."""
     tokens, lengths = pad_prompts([random_prompt(lm, length)], length)
     run = functools.partial(model.prefill, config=lm.config, request=needs(PAPER_SIGNALS))
-    memory = jax.jit(run).lower(lm.params, tokens=tokens, length=lengths).compile().memory_analysis()
+    memory: Any = jax.jit(run).lower(lm.params, tokens=tokens, length=lengths).compile().memory_analysis()
     total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     return {
         f"prefill.s{length}.total_bytes": total,
@@ -133,7 +136,9 @@ def eviction_overhead(
             v=jax.random.normal(key_v, shape, lm.config.dtype),
             position=jnp.broadcast_to(position, shape[:-1]),
             value_norm=jnp.ones(shape[:-1], jnp.float32),
-            stats=Stats(stats if request.mass else None, stats if request.last else None, {w: stats for w in request.windows}),
+            stats=Stats(
+                stats if request.mass else None, stats if request.last else None, {w: stats for w in request.windows}
+            ),
         )
         rows = jnp.full((batch, request.rows, slots), 1 / slots) if request.rows else None
         entropy = jnp.ones((batch, request.rows)) if request.rows else None
@@ -186,7 +191,15 @@ def _reset(cache: kv.Cache, position: jax.Array, length: jax.Array) -> kv.Cache:
 def generation_bytes(lm: LanguageModel, trained: Trained, length: int = 7900, new: int = 16) -> Numbers:
     """Bytes of keys and values that `generate` allocates at 25% on a long prompt, over those of the full cache."""
     result = generate(
-        lm, [random_prompt(lm, length)], trained, 0.25, max_new_tokens=new, temperature=0.0, top_p=1.0, seed=0, evict_every=16
+        lm,
+        [random_prompt(lm, length)],
+        trained,
+        0.25,
+        max_new_tokens=new,
+        temperature=0.0,
+        top_p=1.0,
+        seed=0,
+        evict_every=16,
     )
     exact = (length + new) * lm.config.kv_bytes_per_token()
     return {

@@ -7,6 +7,7 @@ its never having been seen (at unchanged positions).
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,11 +52,11 @@ class Cache:
       row_entropy: f32[B, W] or None: entropy in nats of each row when its query was processed; 0 for an absent row.
     """
 
-    layers: "LayerCache | tuple[LayerCache, ...]"
+    layers: Any
     prompt: Segment | None
     length: Array
-    rows: Array | None = None
-    row_entropy: Array | None = None
+    rows: Any = None
+    row_entropy: Any = None
 
 
 def stacked(cache: Cache) -> LayerCache:
@@ -72,10 +73,10 @@ def positions(cache: Cache) -> Array:
     return cache.layers.position
 
 
-def map_layers(function: Callable[[LayerCache], LayerCache], cache: Cache, *others) -> Cache:
+def map_layers(function: Callable[..., LayerCache], cache: Cache, *others: Array) -> Cache:
     """Applies `function(layer, *other_l)` to every layer; `others` are arrays with a leading axis L."""
     if isinstance(cache.layers, tuple):
-        layers = tuple(function(layer, *(o[i] for o in others)) for i, layer in enumerate(cache.layers))
+        layers: Any = tuple(function(layer, *(o[i] for o in others)) for i, layer in enumerate(cache.layers))
     else:
         layers = jax.vmap(function)(cache.layers, *others)
     return dataclasses.replace(cache, layers=layers)
@@ -86,12 +87,12 @@ def unstack(cache: Cache) -> Cache:
     if isinstance(cache.layers, tuple):
         return cache
     count = cache.layers.position.shape[0]
-    return dataclasses.replace(cache, layers=tuple(jax.tree.map(lambda x, i=i: x[i], cache.layers) for i in range(count)))
+    return dataclasses.replace(
+        cache, layers=tuple(jax.tree.map(lambda x, i=i: x[i], cache.layers) for i in range(count))
+    )
 
 
-def from_prompt(
-    k: Array, v: Array, position: Array, stats: Stats, rows: Array | None
-) -> Cache:
+def from_prompt(k: Array, v: Array, position: Array, stats: Stats, rows: Array | None) -> Cache:
     """The cache that a prefill leaves behind, slot t holding token t.
 
     Args:

@@ -83,7 +83,9 @@ def check_tokens(tokens: Any, config: ModelConfig, more: int = 0, what: str = "T
     if not np.issubdtype(array.dtype, np.integer):
         raise ConfigError(f"{what} has dtype {array.dtype}; give integer token ids.")
     if array.min() < 0 or array.max() >= config.vocab_size:
-        raise ConfigError(f"{what} has ids from {array.min()} to {array.max()}; the vocabulary has {config.vocab_size}.")
+        raise ConfigError(
+            f"{what} has ids from {array.min()} to {array.max()}; the vocabulary has {config.vocab_size}."
+        )
     if array.size + more > config.max_positions:
         raise ConfigError(
             f"{what} has {array.size} tokens and {more} more are to follow; the context holds {config.max_positions}. "
@@ -254,9 +256,7 @@ def generate(
     compile_seconds += time.perf_counter() - began
     began, fed = time.perf_counter(), 0
     while fed + 1 < max_new_tokens and not ends.all_done:
-        cache, token, new = decode(
-            lm.decode_params, trained.params, cache, token, jnp.int32(fed), encoded, sampling
-        )
+        cache, token, new = decode(lm.decode_params, trained.params, cache, token, jnp.int32(fed), encoded, sampling)
         ends.push(np.asarray(new)[:, : max_new_tokens - 1 - fed])
         fed += plan.chunk
     decode_seconds = time.perf_counter() - began

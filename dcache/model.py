@@ -199,10 +199,10 @@ def prefill(
         with jax.named_scope("attend"):
             attended, stats, layer_rows = attend_prompt(q, k, v, position, request, config.sliding_window)
         if rows is not None:
-            rows = rows + layer_rows / config.num_layers
+            rows = rows + layer_rows / config.num_layers  # type: ignore[operator]
         return (_finish(p, x, attended, config), rows), (k, v, stats)
 
-    rows = jnp.zeros((tokens.shape[0], request.rows, t), jnp.float32) if request.rows else None
+    rows: Any = jnp.zeros((tokens.shape[0], request.rows, t), jnp.float32) if request.rows else None
     (x, rows), (k, v, stats) = run_layers(body, (embed(params, tokens), rows), params["layers"], None)
     return x, kv.from_prompt(k, v, position, stats, rows)
 
@@ -254,10 +254,10 @@ def extend(
         return (_finish(p, x, attended, config), rows), layer
 
     slots = kv.positions(cache).shape[-1]
-    rows = None if cache.rows is None else jnp.zeros((b, t, slots), jnp.float32)
+    rows: Any = None if cache.rows is None else jnp.zeros((b, t, slots), jnp.float32)
     if isinstance(cache.layers, tuple):
         prompt_layers = [None] * len(cache.layers) if cache.prompt is None else _split_prompt(cache.prompt)
-        state = tuple(zip(cache.layers, prompt_layers, strict=True))
+        state: Any = tuple(zip(cache.layers, prompt_layers, strict=True))
     else:
         state = (cache.layers, cache.prompt)
     (x, rows), layers = run_layers(body, (embed(params, tokens), rows), params["layers"], state)

@@ -31,11 +31,15 @@ def check_schedule(horizon: int, evict_every: int) -> int:
       ConfigError: the horizon is not a multiple of `evict_every`.
     """
     if horizon < 1 or evict_every < 0:
-        raise ConfigError(f"horizon is {horizon} and evict_every {evict_every}; give horizon >= 1 and evict_every >= 0.")
+        raise ConfigError(
+            f"horizon is {horizon} and evict_every {evict_every}; give horizon >= 1 and evict_every >= 0."
+        )
     if evict_every == 0:
         return 1
     if horizon % evict_every:
-        raise ConfigError(f"A horizon of {horizon} tokens is not a multiple of evict_every = {evict_every}; change either.")
+        raise ConfigError(
+            f"A horizon of {horizon} tokens is not a multiple of evict_every = {evict_every}; change either."
+        )
     return horizon // evict_every
 
 

@@ -9,18 +9,18 @@ granularities: "sequence" (one value per token, averaged over heads and layers),
 | `alpha_last`    | the literal reading "from the most recent forward pass": attention of the most recent query |
 | `vnorm`         | L2 norm of the value vector |
 | `sigma`         | variance over query heads of `alpha` |
-| `entropy`       | sum_q a_q(i) H(a_q) / sum_q a_q(i) over the last `ENTROPY_QUERIES` queries, a_q averaged over heads and layers |
+| `entropy`       | sum_q a_q(i) H(a_q) / sum_q a_q(i), last `ENTROPY_QUERIES` queries, a_q averaged over heads and layers |
 | `pos`           | position divided by the number of tokens seen |
 | `window_mean`   | attention of the last `WINDOW` queries, divided by `WINDOW`, mean over heads |
 | `window_max`    | the same, maximum over heads (and layers) |
 | `last`          | attention of the last query, mean over heads |
-| `window_mean_near`, `window_max_near` | maximum of the two signals above over the `NEAR` tokens around (an answer spans tokens) |
+| `..._near`      | `window_mean` or `window_max`: the maximum over the `NEAR` tokens around (an answer spans tokens) |
 | `key_distinct`  | minus the cosine between the key and the mean unit key of its head (KeyDiff) |
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -211,11 +211,14 @@ def key_similarity(cache: kv.Cache) -> Array:
         # The keys of a shared prompt have batch size 1 and are read once for all sequences.
         parts = [unit(own)] if prompt is None else [unit(prompt), unit(own)]
         filled = (position >= 0).astype(jnp.float32)
-        total, start, sims = 0.0, 0, []
+        total: Any = 0.0
+        start, sims = 0, []
         for part in parts:
             stop = start + part.shape[2]
-            total = total + jnp.sum(filled[..., start:stop, None] * part, axis=2) if part.shape[0] != 1 else (
-                total + jnp.einsum("bks,ksh->bkh", filled[..., start:stop], part[0])
+            total = (
+                total + jnp.sum(filled[..., start:stop, None] * part, axis=2)
+                if part.shape[0] != 1
+                else (total + jnp.einsum("bks,ksh->bkh", filled[..., start:stop], part[0]))
             )
             start = stop
         anchor = total / jnp.maximum(jnp.linalg.norm(total, axis=-1, keepdims=True), 1e-12)

@@ -12,7 +12,7 @@ A keep-set of B out of n tokens is drawn given scores s. Three laws (all unbatch
 A draw is represented by an `order`: int32[S], a permutation of the slots whose first B entries are the keep-set.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -86,8 +86,8 @@ def _centre(scores: Array, filled: Array, budget: Array) -> Array:
     return jax.lax.stop_gradient(jnp.where(budget > 0, descending[jnp.maximum(budget - 1, 0)], 0.0))
 
 
-def _tables(scores: Array, filled: Array, most: int, *, keep_all: bool) -> tuple[Array, Array | None]:
-    """Row k of the table after i slots is log e_k of the first i: final row f32[most + 1], and all rows before each slot."""
+def _tables(scores: Array, filled: Array, most: int, *, keep_all: bool) -> tuple[Array, Any]:
+    """Entry k of the table after i slots is log e_k of the first i: the last table f32[most + 1], and all before a slot."""
     start = jnp.where(jnp.arange(most + 1) == 0, 0.0, _NEVER)
 
     def step(table, slot):

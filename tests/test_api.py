@@ -35,7 +35,9 @@ def test_settings_reach_the_policy(tiny):
     wide = dcache.score(tiny, PROMPT, "snapkv", window=64, kernel=5, pooling="avg")
     assert not np.allclose(wide, dcache.score(tiny, PROMPT, "snapkv"))
     assert np.array_equal(dcache.score(tiny, PROMPT, "random", seed=1), dcache.score(tiny, PROMPT, "random", seed=1))
-    assert not np.array_equal(dcache.score(tiny, PROMPT, "random", seed=1), dcache.score(tiny, PROMPT, "random", seed=2))
+    assert not np.array_equal(
+        dcache.score(tiny, PROMPT, "random", seed=1), dcache.score(tiny, PROMPT, "random", seed=2)
+    )
 
 
 @pytest.mark.parametrize("evict_every", [0, 4])

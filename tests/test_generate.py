@@ -128,9 +128,11 @@ def test_cache_is_donated_between_chunks(tiny):
     tokens, length = jnp.zeros((1, 128), jnp.int32), jnp.asarray([100], jnp.int32)
     sampling = (jnp.float32(1.0), jnp.float32(1.0), jax.random.key(0))
     token, cache = _JITTED["start"](plan, tiny.params, (), tokens, length, jnp.float32(-40.0), sampling)
-    compiled = _JITTED["decode"].lower(
-        plan, tiny.decode_params, (), cache, token, jnp.int32(0), jnp.float32(-40.0), sampling
-    ).compile()
+    compiled = (
+        _JITTED["decode"]
+        .lower(plan, tiny.decode_params, (), cache, token, jnp.int32(0), jnp.float32(-40.0), sampling)
+        .compile()
+    )
     assert compiled.memory_analysis().alias_size_in_bytes >= kv.nbytes(cache)
 
 

@@ -278,8 +278,9 @@ def retrieval_prompts(
     """Prompts of real text with hidden facts and a question about one of them, as a chat message.
 
     The assistant's answer is opened up to the value ("The favourite dish of Oskar Yarrow is"), as RULER does, so that
-    even a small model answers with the value instead of going on with the text. Each prompt has between 0.93 `length` and `length` tokens; the facts stand between sentences. The answer occurs exactly
-    once in the message. The prompts are spread evenly over the documents.
+    even a small model answers with the value instead of going on with the text. Each prompt has between 0.93 `length`
+    and `length` tokens; the facts stand between sentences. The answer occurs exactly once in the message. The prompts are
+    spread evenly over the documents.
 
     Args:
       split: which words and wordings the facts use, "train" or "test" (see `dcache.data.facts`).

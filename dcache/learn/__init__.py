@@ -1,0 +1,1 @@
+"""Learning: policy-gradient mathematics, DistillCache's update, and the training loop."""

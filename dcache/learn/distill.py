@@ -147,7 +147,8 @@ def train_step(
       most: static upper bound of the budgets.
 
     Returns:
-      The new state and metrics (f32 scalars): reward (mean return), kl and its deviation over samples, ratio, surprise (-log pi per kept token), grad_norm, baseline.
+      The new state and metrics (f32 scalars): reward (mean return), kl and its deviation over
+      samples, ratio, surprise (-log pi per kept token), grad_norm, baseline.
     """
     key_ratio, key_sample = jax.random.split(jax.random.fold_in(key, state.step))
     ratio = jax.random.choice(key_ratio, jnp.asarray(config.ratios, jnp.float32))

@@ -92,12 +92,12 @@ def shaped(x: Array, granularity: str) -> Array:
     return x[None] if granularity == "layer" else x[None, :, None]
 
 
-def slot_positions(cache: kv.Cache, granularity: str) -> Array:
+def slot_positions(cache: kv.Cache, granularity: signals.Granularity) -> Array:
     """int32 positions of the slots in the shape of the scores: [B, S], [L, B, S] or [L, B, K, S]."""
     return signals.positions_of(kv.positions(cache), granularity)
 
 
-def recent(cache: kv.Cache, granularity: str, count: Array) -> Array:
+def recent(cache: kv.Cache, granularity: signals.Granularity, count: Array) -> Array:
     """bool in the shape of the scores: the `count` (int32[B]) most recently seen tokens that are still there."""
     first = shaped(cache.length - count, granularity)[..., None]
     position = slot_positions(cache, granularity)

@@ -65,7 +65,8 @@ class DistillCache(Policy):
             )
         if self.prior and len(self.prior) != len(self.signals):
             raise ConfigError(
-                f"distillcache: the prior has {len(self.prior)} weights for {len(self.signals)} signals; give one each, or none."
+                f"distillcache: the prior has {len(self.prior)} weights for {len(self.signals)} signals; "
+                "give one each, or none."
             )
         if self.layer_reduce not in ("mean", "max"):
             raise ConfigError(f"distillcache: layer_reduce is {self.layer_reduce!r}; use 'mean' or 'max'.")
@@ -91,8 +92,8 @@ class DistillCache(Policy):
 
     def scores_of(self, params: Any, features: Array) -> Array:
         """Scores f32[..., S] of features f32[..., S, F]."""
-        learned = self.net.apply(params, features)
-        return learned + features @ jnp.asarray(self.prior, jnp.float32) if self.prior else learned  # type: ignore[return-value]
+        learned: Any = self.net.apply(params, features)
+        return learned + features @ jnp.asarray(self.prior, jnp.float32) if self.prior else learned
 
     def scores(self, params, cache, key):
         """The network's scores."""

@@ -86,4 +86,3 @@ class SnapKV(Policy):
         """The observation window."""
         del budget
         return recent(cache, self.granularity, jnp.full_like(cache.length, self.width))
-
