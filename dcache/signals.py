@@ -14,7 +14,8 @@ granularities: "sequence" (one value per token, averaged over heads and layers),
 | `window_mean`   | attention of the last `WINDOW` queries, divided by `WINDOW`, mean over heads |
 | `window_max`    | the same, maximum over heads (and layers) |
 | `last`          | attention of the last query, mean over heads |
-| `..._near`      | `window_mean` or `window_max`: the maximum over the `NEAR` tokens around (an answer spans tokens) |
+| `last_max`      | the same, maximum over heads (and layers) |
+| `..._near`      | one of the four above: its maximum over the `NEAR` tokens around (an answer spans tokens) |
 | `key_distinct`  | minus the cosine between the key and the mean unit key of its head (KeyDiff) |
 """
 
@@ -37,7 +38,19 @@ WINDOW = 32
 NEAR = 7
 
 # Attention spans many orders of magnitude; its logarithm does not.
-_LOGGED = ("alpha", "alpha_last", "sigma", "window_mean", "window_max", "window_mean_near", "window_max_near", "last")
+_LOGGED = (
+    "alpha",
+    "alpha_last",
+    "sigma",
+    "window_mean",
+    "window_max",
+    "window_mean_near",
+    "window_max_near",
+    "last",
+    "last_max",
+    "last_near",
+    "last_max_near",
+)
 _TINY = 1e-8
 
 
@@ -64,6 +77,12 @@ class _View:
         if self.granularity == "sequence":
             return jnp.mean(x, axis=(0, 2))
         return jnp.mean(x, axis=2) if self.granularity == "layer" else jnp.mean(self.grouped(x), axis=3)
+
+    def highest(self, x: Array) -> Array:
+        """Maximum over query heads [L, B, N, S] (and layers) down to the granularity."""
+        if self.granularity == "sequence":
+            return jnp.max(x, axis=(0, 2))
+        return jnp.max(x, axis=2) if self.granularity == "layer" else jnp.max(self.grouped(x), axis=3)
 
     def queries(self) -> Array:
         """f32[L, B, 1 or K, S]: how many queries could see each token (its own included), at least 1."""
@@ -115,11 +134,7 @@ def _window_mean(view: _View) -> Array:
 
 
 def _window_max(view: _View) -> Array:
-    window = view.layers.stats.windows[WINDOW] / WINDOW
-    if view.granularity == "head":
-        return jnp.max(view.grouped(window), axis=3)
-    per_layer = jnp.max(window, axis=2)
-    return per_layer if view.granularity == "layer" else jnp.max(per_layer, axis=0)
+    return view.highest(view.layers.stats.windows[WINDOW] / WINDOW)
 
 
 def _near(signal: Callable[[_View], Array]) -> Callable[[_View], Array]:
@@ -134,6 +149,10 @@ def _near(signal: Callable[[_View], Array]) -> Callable[[_View], Array]:
 
 def _last(view: _View) -> Array:
     return view.mean(view.layers.stats.last)
+
+
+def _last_max(view: _View) -> Array:
+    return view.highest(view.layers.stats.last)
 
 
 def _key_distinct(view: _View) -> Array:
@@ -170,14 +189,18 @@ SIGNALS: dict[str, Signal] = {
     "pos": Signal(StatsRequest(), _pos),
     "window_mean": Signal(StatsRequest(windows=(WINDOW,)), _window_mean),
     "window_max": Signal(StatsRequest(windows=(WINDOW,)), _window_max),
+    "last": Signal(StatsRequest(last=True), _last),
+    "last_max": Signal(StatsRequest(last=True), _last_max),
     "window_mean_near": Signal(StatsRequest(windows=(WINDOW,)), _near(_window_mean)),
     "window_max_near": Signal(StatsRequest(windows=(WINDOW,)), _near(_window_max)),
-    "last": Signal(StatsRequest(last=True), _last),
+    "last_near": Signal(StatsRequest(last=True), _near(_last)),
+    "last_max_near": Signal(StatsRequest(last=True), _near(_last_max)),
     "key_distinct": Signal(StatsRequest(), _key_distinct),
 }
 PAPER_SIGNALS = ("alpha", "vnorm", "sigma", "entropy", "pos")
 EXTENDED_SIGNALS = (
-    *PAPER_SIGNALS, "window_mean", "window_max", "last", "key_distinct", "window_mean_near", "window_max_near"
+    *PAPER_SIGNALS, "window_mean", "window_max", "last", "key_distinct", "window_mean_near", "window_max_near",
+    "last_max", "last_near", "last_max_near",
 )  # fmt: skip
 
 

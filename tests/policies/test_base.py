@@ -140,15 +140,14 @@ def test_scores_and_keep_set(name, kind):
 
 @pytest.mark.parametrize("name", [n for n, p in EVERY.items() if p.name not in ("random", "full")])
 def test_layouts_agree(name):
-    # The unrolled cache gives the same keep-set as the stacked one.
-    policy = EVERY[name]
-    budget = jnp.asarray([30, 9], jnp.int32)
-    keeps = []
+    # The unrolled cache gives the same scores as the stacked one (keep-sets could differ where scores nearly tie).
+    policy, scores = EVERY[name], []
     for kind in ("sequence", "unrolled"):
         cache = with_needs(naive.decoded(kind)[0], policy)
         cache = kv.unstack(cache) if kind == "unrolled" else cache
-        keeps.append(np.asarray(keep_set_jit(policy, weights_of(policy), cache, budget, jax.random.key(0))))
-    np.testing.assert_array_equal(*keeps)
+        filled = np.asarray(signals.filled(cache, policy.granularity))
+        scores.append(np.asarray(scores_jit(policy, weights_of(policy), cache, jax.random.key(0)))[filled])
+    np.testing.assert_allclose(*scores, rtol=1e-3, atol=1e-4 * scores[0].std())
 
 
 def test_budget_smaller_than_what_is_protected():

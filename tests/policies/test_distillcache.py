@@ -71,6 +71,20 @@ def test_settings_reach_the_features():
     assert np.abs(features() - features(layer_reduce="max")).max() > 0.01
 
 
+def test_prior():
+    # Fixed weights of the signals, on top of the network, which starts at zero.
+    policy = make("distillcache", signals=("pos", "vnorm"), prior=(2.0, -0.5), hidden=4)
+    params = policy.init(jax.random.key(0))
+    x = np.random.default_rng(1).normal(size=(7, 2)).astype(np.float32)
+    np.testing.assert_allclose(policy.scores_of(params, jnp.asarray(x)), x @ [2.0, -0.5], rtol=1e-5, atol=1e-6)
+    moved = jax.tree.map(lambda p: p + 0.3, params)
+    plain = make("distillcache", signals=("pos", "vnorm"), hidden=4).scores_of(moved, jnp.asarray(x))
+    want = plain + x @ np.asarray([2.0, -0.5], np.float32)
+    np.testing.assert_allclose(policy.scores_of(moved, jnp.asarray(x)), want, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ConfigError, match="prior"):
+        make("distillcache", signals=("pos", "vnorm"), prior=(1.0,))
+
+
 def test_refusals():
     with pytest.raises(ConfigError, match="beta"):
         make("distillcache", signals=("beta",))
