@@ -40,12 +40,12 @@ def get_config(variant: str = "") -> ConfigDict:
     config.checkpoint_every = 20
     config.keep_checkpoints = 2
     config.data = ConfigDict(dict(source="installed", length=512, retrieval=0.5, held_out=0.3, trajectory="mixed"))
-    prior = {"alpha": 1.5, "window_mean_near": 1.5, "window_max_near": 1.5}  # where training starts: attention received
+    prior = {"alpha": 1.0, "last_near": 1.0, "last_max_near": 2.0}  # where training starts: attention received
     config.policy = ConfigDict(
         dataclasses.asdict(DistillCache(prior=tuple(prior.get(name, 0.0) for name in EXTENDED_SIGNALS)))
     )
     learn = DistillConfig(
-        steps=200, horizon=12, evict_every=0, samples=12, ratios=(0.25,), learning_rate=2e-3, warmup_steps=20,
+        steps=200, horizon=12, evict_every=0, samples=12, ratios=(0.25,), learning_rate=1e-3, warmup_steps=20,
         final_rate=0.1, standardise=True, entropy_bonus=0.01,
     )  # fmt: skip
     config.learn = ConfigDict(dataclasses.asdict(learn))

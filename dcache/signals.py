@@ -35,7 +35,7 @@ Granularity = Literal["sequence", "layer", "head"]
 GRANULARITIES: tuple[Granularity, ...] = ("sequence", "layer", "head")
 ENTROPY_QUERIES = 64
 WINDOW = 32
-NEAR = 7
+NEAR = 15
 
 # Attention spans many orders of magnitude; its logarithm does not.
 _LOGGED = (

@@ -238,6 +238,8 @@ def signal(name, dense, alive, prompt, granularity="sequence", layer_reduce="mea
         return over_layers(reduce(rate, np.var), reduced)
     if name in ("last", "alpha_last"):
         return over_layers(reduce(dense.probs[:, :, -1], np.mean), np.mean)
+    if name == "last_max":
+        return over_layers(reduce(dense.probs[:, :, -1], np.max), np.max)
     if name == "window_mean":
         return over_layers(reduce(window, np.mean), np.mean)
     if name == "window_max":

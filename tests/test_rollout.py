@@ -64,7 +64,7 @@ def test_kl_divergence_by_hand():
 
 def standardised(raw, alive):
     """Features in float64, of the tokens that are there: raw [T, F]."""
-    logged = [n in ("alpha", "sigma", "last") or n.startswith("window") for n in NAMES]
+    logged = [n in ("alpha", "sigma") or n.startswith(("window", "last")) for n in NAMES]
     x = np.where(logged, np.log(np.maximum(raw, 0) + 1e-8), raw)[alive]
     return (x - x.mean(0)) / x.std(0)
 
