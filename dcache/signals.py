@@ -37,20 +37,7 @@ ENTROPY_QUERIES = 64
 WINDOW = 32
 NEAR = 15
 
-# Attention spans many orders of magnitude; its logarithm does not.
-_LOGGED = (
-    "alpha",
-    "alpha_last",
-    "sigma",
-    "window_mean",
-    "window_max",
-    "window_mean_near",
-    "window_max_near",
-    "last",
-    "last_max",
-    "last_near",
-    "last_max_near",
-)
+# Added before the logarithm of an attention signal.
 _TINY = 1e-8
 
 
@@ -174,27 +161,35 @@ def _broadcast(value: Array, view: _View) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Signal:
-    """What a signal needs, and how it is computed from a cache."""
+    """What a signal needs, how it is computed from a cache, and whether it is an attention mass.
+
+    Attention spans many orders of magnitude, its logarithm does not: see `standardise`.
+    """
 
     needs: StatsRequest
     compute: Callable[[_View], Array]
+    is_mass: bool = False
 
+
+_MASS = StatsRequest(mass=True)
+_LAST = StatsRequest(last=True)
+_RECENT = StatsRequest(windows=(WINDOW,))
 
 SIGNALS: dict[str, Signal] = {
-    "alpha": Signal(StatsRequest(mass=True), _alpha),
-    "alpha_last": Signal(StatsRequest(last=True), _last),
+    "alpha": Signal(_MASS, _alpha, is_mass=True),
+    "alpha_last": Signal(_LAST, _last, is_mass=True),
     "vnorm": Signal(StatsRequest(), _vnorm),
-    "sigma": Signal(StatsRequest(mass=True), _sigma),
+    "sigma": Signal(_MASS, _sigma, is_mass=True),
     "entropy": Signal(StatsRequest(rows=ENTROPY_QUERIES), _entropy),
     "pos": Signal(StatsRequest(), _pos),
-    "window_mean": Signal(StatsRequest(windows=(WINDOW,)), _window_mean),
-    "window_max": Signal(StatsRequest(windows=(WINDOW,)), _window_max),
-    "last": Signal(StatsRequest(last=True), _last),
-    "last_max": Signal(StatsRequest(last=True), _last_max),
-    "window_mean_near": Signal(StatsRequest(windows=(WINDOW,)), _near(_window_mean)),
-    "window_max_near": Signal(StatsRequest(windows=(WINDOW,)), _near(_window_max)),
-    "last_near": Signal(StatsRequest(last=True), _near(_last)),
-    "last_max_near": Signal(StatsRequest(last=True), _near(_last_max)),
+    "window_mean": Signal(_RECENT, _window_mean, is_mass=True),
+    "window_max": Signal(_RECENT, _window_max, is_mass=True),
+    "last": Signal(_LAST, _last, is_mass=True),
+    "last_max": Signal(_LAST, _last_max, is_mass=True),
+    "window_mean_near": Signal(_RECENT, _near(_window_mean), is_mass=True),
+    "window_max_near": Signal(_RECENT, _near(_window_max), is_mass=True),
+    "last_near": Signal(_LAST, _near(_last), is_mass=True),
+    "last_max_near": Signal(_LAST, _near(_last_max), is_mass=True),
     "key_distinct": Signal(StatsRequest(), _key_distinct),
 }
 PAPER_SIGNALS = ("alpha", "vnorm", "sigma", "entropy", "pos")
@@ -329,7 +324,7 @@ def standardise(names: Sequence[str], raw: Array, mask: Array, *, logs: bool = T
       f32[..., S, F]. Defined for any number of filled slots: a constant signal becomes 0.
     """
     if logs:
-        is_logged = jnp.asarray([n in _LOGGED for n in names])
+        is_logged = jnp.asarray([SIGNALS[n].is_mass for n in names])
         shape = (1,) * (raw.ndim - 1) + (len(names),)
         raw = jnp.where(is_logged.reshape(shape), jnp.log(jnp.maximum(raw, 0.0) + _TINY), raw)
     weight = mask[..., None].astype(jnp.float32)

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from dcache.errors import ConfigError
 from dcache.policies.base import Policy, slot_positions
 
 
@@ -20,6 +21,10 @@ class StreamingLLM(Policy):
     paper = "arXiv 2309.17453"
 
     sinks: int = 4
+
+    def __post_init__(self):
+        if self.sinks < 0:
+            raise ConfigError(f"streaming_llm: sinks is {self.sinks}; keep 0 or more first tokens.")
 
     def scores(self, params, cache, key):
         """The relative position: later tokens score higher."""
