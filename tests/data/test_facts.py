@@ -27,7 +27,10 @@ def test_fact_states_its_answer_and_the_question_does_not(kind):
             assert fact.kind == kind
             assert fact.sentence.count(fact.answer) == 1
             assert fact.answer not in fact.question
-            assert "{" not in fact.sentence + fact.question + fact.answer
+            assert "{" not in fact.sentence + fact.question + fact.answer + fact.lead
+            # The lead names everything that the fact is about, and stops right before the value.
+            assert fact.answer not in fact.lead and len(fact.lead.split()) >= 3
+            assert all(word in fact.lead for word in fact.subject.split()[1:])
             assert fact.sentence.endswith(".") and fact.question.endswith("?")
             assert " a a" not in fact.sentence and "  " not in fact.sentence
 

@@ -83,14 +83,27 @@ def test_retrieval_prompts(documents, tokenizer, split, length):
         assert prompt.tokens.dtype == np.int32 and prompt.continuation.dtype == np.int32
         assert 0.93 * length <= len(prompt.tokens) <= length
         text = tokenizer.decode(prompt.tokens)
-        assert text.startswith("<user>") and text.endswith("<assistant>")
+        assert text.startswith("<user>")
+        message, lead = text.split("<assistant>")
         (answer,) = prompt.answers
-        assert text.lower().count(answer.lower()) == 1
+        assert message.lower().count(answer.lower()) == 1
+        # The assistant's turn is opened up to the value: some wording of the fact, cut off before it.
+        assert answer.lower() not in lead.lower()
+        openings = [s.split("{value}")[0].rstrip() for s in templates(prompt.task.removeprefix("fact/"), split)[0]]
+        assert any(re.fullmatch(_plain_pattern(opening), _plain_end(lead.strip())) for opening in openings if opening)
         assert is_correct(prompt, tokenizer.decode(prompt.continuation))
 
 
 def _pattern(template):
     return re.sub(r"\\\{(\w+)\\\}", lambda match: f"(?P<{match[1]}>[\\w :-]+?)", re.escape(template))
+
+
+def _plain_pattern(opening):
+    return _pattern(_plain_end(opening))
+
+
+def _plain_end(text):
+    return re.sub(r"\b([Aa])n$", r"\1", text)  # The article before the value fits the value.
 
 
 def _plain(text):
