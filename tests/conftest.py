@@ -68,3 +68,10 @@ def golden():
     """Reference values of other software for `smollm2` on 512 tokens: name -> array; see tests/golden/README.md."""
     with np.load(GOLDEN) as arrays:
         return dict(arrays)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_compiled_programs():
+    """Frees each module's programs: every one holds memory mappings, and Linux allows a process about 65,000 of them."""
+    yield
+    jax.clear_caches()

@@ -55,14 +55,15 @@ def test_fidelity_against_logits(tiny):
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     np.testing.assert_allclose(result.nll_full, -log_p[np.arange(13), CONTINUATION], rtol=1e-4)
     assert result.nll[0] == result.nll_full[0]
-    assert (result.kl > 0).all() and result.kl.shape == result.nll.shape == result.top1_agrees.shape == (13,)
+    assert (result.kl > -1e-6).all() and result.kl.max() > 1e-3
+    assert result.kl.shape == result.nll.shape == result.top1_agrees.shape == (13,)
 
 
 def test_fidelity_feeds_only_the_given_tokens(tiny):
     """Padding the continuation to whole chunks changes nothing before it."""
     whole = dcache.fidelity(tiny, PROMPT, CONTINUATION, "tova", 40, evict_every=5)
     part = dcache.fidelity(tiny, PROMPT, CONTINUATION[:7], "tova", 40, evict_every=5)
-    np.testing.assert_allclose(whole.kl[:7], part.kl, atol=1e-6)
+    np.testing.assert_allclose(whole.kl[:7], part.kl, atol=1e-5)
 
 
 def test_evicting_more_often_changes_the_result(tiny):

@@ -106,9 +106,10 @@ def test_sampling_follows_seed_temperature_and_top_p(tiny):
     def sampled(**settings):
         return dcache.generate(tiny, [LONG], "full", 1.0, max_new_tokens=12, **settings).tokens[0].tolist()
 
-    assert sampled(temperature=1.0, seed=3) == sampled(temperature=1.0, seed=3)
-    assert sampled(temperature=1.0, seed=3) != sampled(temperature=1.0, seed=4)
-    assert sampled(temperature=1.0, top_p=1e-6, seed=3) == sampled()
+    # The tiny model's random weights make it very sure of itself; a high temperature spreads its choice.
+    assert sampled(temperature=20.0, seed=3) == sampled(temperature=20.0, seed=3)
+    assert sampled(temperature=20.0, seed=3) != sampled(temperature=20.0, seed=4)
+    assert sampled(temperature=20.0, top_p=1e-6, seed=3) == sampled()
 
 
 def test_top_p_keeps_the_smallest_set(getkey):
