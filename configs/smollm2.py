@@ -3,9 +3,10 @@
     python launch/train.py --config=configs/smollm2.py
 
 trains a policy with one eviction after the prefill (25% kept) on 512-token prompts, half of them questions about facts
-hidden in real text, half plain text. `python launch/eval.py --config=configs/smollm2.py` compares it with the
-heuristics on held-out prompts. Result of seed 0 at 25%, 100 held-out prompts of each kind: retrieval KL 0.127 (best heuristic SnapKV 0.191),
-accuracy 59% (full cache 66%), plain-text KL 0.208 (H2O 0.205); see docs/experiments.md. Cost: about 7 minutes of training on 2 cores.
+hidden in real text, half plain text. `python launch/eval.py --config=configs/smollm2.py` compares it with the heuristics on
+held-out prompts. Result of seed 0 at 25%, 100 held-out prompts of each kind: retrieval KL 0.127 (best heuristic SnapKV
+0.191), accuracy 59% (full cache 66%), plain-text KL 0.208 (H2O 0.205); see docs/experiments.md. Cost: about 7 minutes of
+training on 2 cores.
 
 Variants, after a colon (`--config=configs/smollm2.py:sequential`):
   tiny        the real code on a random model of 2 layers, in seconds
