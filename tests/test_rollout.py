@@ -66,7 +66,9 @@ def standardised(raw, alive):
     """Features in float64, of the tokens that are there: raw [T, F]."""
     logged = [n in ("alpha", "sigma") or n.startswith(("window", "last")) for n in NAMES]
     x = np.where(logged, np.log(np.maximum(raw, 0) + 1e-8), raw)[alive]
-    return (x - x.mean(0)) / x.std(0)
+    deviation = x.std(0)
+    # A signal that is the same for all tokens says nothing: 0 (a neighbourhood can span the whole short text).
+    return np.where(deviation > 1e-9, (x - x.mean(0)) / np.where(deviation > 1e-9, deviation, 1.0), 0.0)
 
 
 @pytest.mark.parametrize(
