@@ -239,13 +239,18 @@ def test_damaged_config(directory, text):
         {"num_hidden_layers": None},
         {"hidden_size": "wide"},
         {"num_key_value_heads": -0.5},
-        {"rope_scaling": {"rope_type": "llama3"}},
         {"rope_scaling": 7},
     ],
 )
 def test_malformed_config(directory, changes):
     (directory / "config.json").write_text(json.dumps(hf_config(**changes)))
     with pytest.raises(LoadError, match="missing or malformed value"):
+        load(directory)
+
+
+def test_incomplete_rope_scaling(directory):
+    (directory / "config.json").write_text(json.dumps(hf_config(rope_scaling={"rope_type": "llama3", "factor": 8.0})))
+    with pytest.raises(ConfigError, match="lacks its low_freq_factor, high_freq_factor"):
         load(directory)
 
 
