@@ -124,9 +124,10 @@ def eviction_overhead(
     Both arms decode `evict_every` tokens from a filled cache; one carries the policy's statistics, scores all slots and
     evicts once.
     """
-    tail = kv.Cache(None, None, jnp.full((batch,), slots, jnp.int32))  # type: ignore[arg-type]
+    # Arrays of the host, because the caches that are made from them are donated.
+    length = np.full((batch,), slots, np.int32)
     shape = (lm.config.num_layers, batch, lm.config.num_kv_heads, slots, lm.config.head_dim)
-    position = jnp.where(jnp.arange(slots) < slots - evict_every, jnp.arange(slots, dtype=jnp.int32), -1)
+    position = np.where(np.arange(slots) < slots - evict_every, np.arange(slots), -1).astype(np.int32)
 
     def filled(request: StatsRequest) -> kv.Cache:
         key_k, key_v, key_s = jax.random.split(jax.random.key(0), 3)
@@ -142,7 +143,7 @@ def eviction_overhead(
         )
         rows = jnp.full((batch, request.rows, slots), 1 / slots) if request.rows else None
         entropy = jnp.ones((batch, request.rows)) if request.rows else None
-        cache = dataclasses.replace(tail, layers=layers, rows=rows, row_entropy=entropy)
+        cache = kv.Cache(layers, None, jnp.asarray(length), rows, entropy)
         return kv.unstack(cache) if isinstance(lm.decode_params["layers"], tuple) else cache
 
     @functools.partial(jax.jit, static_argnames="evicts", donate_argnames="cache")
@@ -166,7 +167,7 @@ def eviction_overhead(
             cache, evicts = arms[name]
             # Only the arrays' contents change; positions are set back so that every repeat does the same work.
             last, cache = run(lm.decode_params, trained.params, cache, token, evicts=evicts)
-            arms[name] = (_reset(cache, position, tail.length), evicts)
+            arms[name] = (_reset(cache, position, length), evicts)
             return last
 
         return again
