@@ -1,7 +1,8 @@
 """Per-token signals: what a policy may know about a cached token, computed from the cache and its attention statistics.
 
-The first five are DistillCache's (arXiv 2608.08878, section 3); the others cost nothing extra. Every signal exists at three
-granularities: "sequence" (one value per token, averaged over heads and layers), "layer" and "head" (key/value head).
+The first five are DistillCache's (arXiv 2608.08878, section 3); the others cost nothing extra. A signal has up to three
+granularities: "sequence" (one value per token, averaged over heads and layers), "layer" and "head" (key/value head). Those of
+`SEQUENCE_ONLY` mix layers, so they describe a token only where all layers and heads hold the same tokens.
 
 | name            | definition |
 |-----------------|------------|
@@ -15,7 +16,8 @@ granularities: "sequence" (one value per token, averaged over heads and layers),
 | `window_max`    | the same, maximum over heads (and layers) |
 | `last`          | attention of the last query, mean over heads |
 | `last_max`      | the same, maximum over heads (and layers) |
-| `..._near`      | one of the four above: its maximum over the `NEAR` tokens around (an answer spans tokens) |
+| `..._upper`     | one of the four above over the upper half of the layers only, where a model looks up what it needs next |
+| `..._near`      | one of the above: its maximum over the `NEAR` tokens around (an answer spans tokens) |
 | `key_distinct`  | minus the cosine between the key and the mean unit key of its head (KeyDiff) |
 """
 
@@ -124,6 +126,17 @@ def _window_max(view: _View) -> Array:
     return view.highest(view.layers.stats.windows[WINDOW] / WINDOW)
 
 
+def _upper(signal: Callable[[_View], Array]) -> Callable[[_View], Array]:
+    """An attention signal of the upper half of the layers."""
+
+    def compute_upper(view: _View) -> Array:
+        first = view.layers.position.shape[0] // 2
+        layers = dataclasses.replace(view.layers, stats=jax.tree.map(lambda x: x[first:], view.layers.stats))
+        return _broadcast(signal(dataclasses.replace(view, layers=layers, granularity="sequence")), view)
+
+    return compute_upper
+
+
 def _near(signal: Callable[[_View], Array]) -> Callable[[_View], Array]:
     """The maximum of a signal over the neighbouring tokens."""
 
@@ -186,17 +199,23 @@ SIGNALS: dict[str, Signal] = {
     "window_max": Signal(_RECENT, _window_max, is_mass=True),
     "last": Signal(_LAST, _last, is_mass=True),
     "last_max": Signal(_LAST, _last_max, is_mass=True),
-    "window_mean_near": Signal(_RECENT, _near(_window_mean), is_mass=True),
-    "window_max_near": Signal(_RECENT, _near(_window_max), is_mass=True),
+    "last_upper": Signal(_LAST, _upper(_last), is_mass=True),
     "last_near": Signal(_LAST, _near(_last), is_mass=True),
     "last_max_near": Signal(_LAST, _near(_last_max), is_mass=True),
+    "window_mean_near": Signal(_RECENT, _near(_window_mean), is_mass=True),
+    "window_max_near": Signal(_RECENT, _near(_window_max), is_mass=True),
+    "last_upper_near": Signal(_LAST, _near(_upper(_last)), is_mass=True),
+    "last_max_upper_near": Signal(_LAST, _near(_upper(_last_max)), is_mass=True),
+    "window_mean_upper_near": Signal(_RECENT, _near(_upper(_window_mean)), is_mass=True),
+    "window_max_upper_near": Signal(_RECENT, _near(_upper(_window_max)), is_mass=True),
     "key_distinct": Signal(StatsRequest(), _key_distinct),
 }
 PAPER_SIGNALS = ("alpha", "vnorm", "sigma", "entropy", "pos")
 EXTENDED_SIGNALS = (
-    *PAPER_SIGNALS, "window_mean", "window_max", "last", "key_distinct", "window_mean_near", "window_max_near",
-    "last_max", "last_near", "last_max_near",
+    *PAPER_SIGNALS, "window_mean", "window_max", "last", "last_max", "key_distinct", "last_upper", "last_upper_near",
+    "last_max_upper_near", "window_mean_upper_near", "window_max_upper_near",
 )  # fmt: skip
+SEQUENCE_ONLY = ("entropy", *(name for name in SIGNALS if "_upper" in name))
 
 
 def check_names(names: Sequence[str]) -> None:

@@ -261,7 +261,10 @@ def signal(name, dense, alive, prompt, granularity="sequence", layer_reduce="mea
             for i, t in enumerate(tokens):
                 near[(*index, t)] = value[index][tokens[max(0, i - NEAR // 2) : i + NEAR // 2 + 1]].max()
         return near
-    if name == "pos":
+    if name.endswith("_upper"):
+        half = dataclasses.replace(dense, probs=dense.probs[layers // 2 :], keys=dense.keys[layers // 2 :])
+        value = signal(name.removesuffix("_upper"), half, alive[layers // 2 :], prompt)
+    elif name == "pos":
         value = np.arange(count) / count
     elif name == "entropy":
         rows = dense.probs.mean((0, 1))  # [T, T]

@@ -45,8 +45,7 @@ def test_signals(kind, granularity):
 
 
 def test_head_signals_when_every_head_keeps_other_tokens():
-    # `entropy` is left out: its attention rows are averaged over heads.
-    check(tuple(n for n in NAMES if n != "entropy"), "head", "head")
+    check(tuple(n for n in NAMES if n not in signals.SEQUENCE_ONLY), "head", "head")
 
 
 def test_reduction_over_layers():

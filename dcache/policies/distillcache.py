@@ -58,10 +58,11 @@ class DistillCache(Policy):
     def __post_init__(self):
         signal_lib.check_names(self.signals)
         check_granularity(self)
-        if self.granularity != "sequence" and "entropy" in self.signals:
+        mixed = [name for name in self.signals if name in signal_lib.SEQUENCE_ONLY]
+        if self.granularity != "sequence" and mixed:
             raise ConfigError(
-                "distillcache: the signal 'entropy' is defined for granularity 'sequence' only, since its attention rows "
-                "are averaged over all heads; leave it out of `signals`."
+                f"distillcache: the signals {', '.join(mixed)} are defined for granularity 'sequence' only, since they "
+                "average over layers and heads; leave them out of `signals`."
             )
         if self.prior and len(self.prior) != len(self.signals):
             raise ConfigError(
