@@ -41,13 +41,14 @@ def get_config(variant: str = "") -> ConfigDict:
     config.checkpoint_every = 20
     config.keep_checkpoints = 2
     config.data = ConfigDict(dict(source="installed", length=512, retrieval=0.5, held_out=0.3, trajectory="mixed"))
-    prior = {"alpha": 1.0, "last_near": 1.0, "last_max_near": 2.0}  # where training starts: attention received
+    # Where training starts: attention received, from all queries, from the last one and from the recent ones.
+    prior = {"alpha": 1.0, "last_upper_near": 2.0, "last_max_upper_near": 1.0, "window_mean_upper_near": 1.0}
     config.policy = ConfigDict(
         dataclasses.asdict(DistillCache(prior=tuple(prior.get(name, 0.0) for name in EXTENDED_SIGNALS)))
     )
     learn = DistillConfig(
-        steps=200, horizon=12, evict_every=0, samples=12, ratios=(0.25,), learning_rate=1e-3, warmup_steps=20,
-        final_rate=0.1, standardise=True, entropy_bonus=0.01,
+        steps=400, horizon=12, evict_every=0, samples=12, ratios=(0.25,), learning_rate=3e-3, warmup_steps=20,
+        final_rate=0.1, entropy_bonus=0.0,
     )  # fmt: skip
     config.learn = ConfigDict(dataclasses.asdict(learn))
     config.eval = ConfigDict(
