@@ -13,7 +13,6 @@ import numpy as np
 
 from dcache import budget as budgets
 from dcache import model, rollout
-from dcache.attention import StatsRequest
 from dcache.checkpoint import load_policy
 from dcache.errors import ConfigError
 from dcache.generate import Generation, check_tokens, pad_prompts
@@ -83,14 +82,11 @@ def logits(lm: LanguageModel, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
       ConfigError: no tokens, ids outside the vocabulary, or more than the context holds.
     """
     tokens = check_tokens(tokens, lm.config, what="`tokens`")
-    padded, length = pad_prompts([tokens])
-    return np.asarray(_logits(lm.params, lm.config, padded, length)[0, : len(tokens)])
+    padded, _ = pad_prompts([tokens])  # nothing looks ahead, so the padding changes no logits before it
+    return np.asarray(_logits(lm.params, lm.config, padded)[0, : len(tokens)])
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _logits(params, config, tokens, length):
-    hidden, _ = model.prefill(params, config, tokens, length, StatsRequest())
-    return model.unembed(params, hidden, config)
+_logits = jax.jit(model.full_logits, static_argnames="config")
 
 
 @functools.partial(jax.jit, static_argnames=("config", "policy"))

@@ -119,7 +119,6 @@ class _Plan:
 
     config: ModelConfig
     policy: Policy
-    minimum: int
     evict_every: int  # 0: never again after the prefill
     kept: int  # upper bound of survivors of the prompt
     room: int  # slots for tokens to come
@@ -136,7 +135,7 @@ def _start(
     hidden, cache = model.prefill(params, plan.config, tokens, length, plan.policy.needs)
     logits = model.last_logits(params, plan.config, hidden, length)
     first = sample_token(logits, temperature, top_p, _keys(key, jnp.int32(0), length.shape[0]), greedy=plan.greedy)
-    allowed = budgets.tokens_kept_traced(budget, length, plan.minimum)
+    allowed = budgets.tokens_kept_traced(budget, length)
     keep = keep_set(plan.policy, weights, cache, jnp.broadcast_to(allowed, length.shape), jax.random.fold_in(key, 1))
     if not plan.evict_every:  # statistics serve no further eviction
         cache = kv.restrict(cache, StatsRequest())
@@ -156,7 +155,7 @@ def _decode(
     temperature, top_p, key = sampling
     if plan.evict_every:
         # Right after the prefill this finds the cache within its budget already and evicts nothing.
-        allowed = budgets.tokens_kept_traced(budget, cache.length, plan.minimum)
+        allowed = budgets.tokens_kept_traced(budget, cache.length)
         allowed = jnp.broadcast_to(allowed, cache.length.shape)
         keep = keep_set(plan.policy, weights, cache, allowed, jax.random.fold_in(key, step + 2))
         cache = kv.evict(cache, keep)
@@ -208,7 +207,7 @@ def _make_plan(
         # Between two evictions `evict_every` tokens come on top of a budget that grows with the tokens seen.
         room = min(new, budgets.tokens_kept(budget, length + new) - kept + evict_every)
     return _Plan(
-        config=lm.config, policy=policy, minimum=budgets.MINIMUM, evict_every=evict_every, kept=kept, room=room,
+        config=lm.config, policy=policy, evict_every=evict_every, kept=kept, room=room,
         chunk=min(evict_every or _CHUNK, max(new - 1, 1)), greedy=greedy,
         unrolled=isinstance(lm.decode_params["layers"], tuple),
     )  # fmt: skip

@@ -22,24 +22,27 @@ runpy.run_path("launch/demo.py", run_name="__main__")
 """
 
 
-def demo(failing):
-    command = [sys.executable, "-c", STAND_IN, failing, "--workdir=some/where"]
+def demo(failing, workdir):
+    command = [sys.executable, "-c", STAND_IN, failing, f"--workdir={workdir}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     return done, [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
 
 
-def test_trains_then_evaluates_at_one_budget():
-    done, commands = demo(failing="nothing")
+def test_trains_then_evaluates_at_one_budget_then_answers(tmp_path):
+    done, commands = demo("nothing", tmp_path)
     assert done.returncode == 0, done.stderr
-    assert [pathlib.Path(command[0]).name for command in commands] == ["train.py", "eval.py"]
+    assert [pathlib.Path(command[0]).name for command in commands] == ["train.py", "eval.py", "generate.py"]
     for command in commands:
-        assert {"--config=configs/smollm2.py:demo", "--workdir=some/where"} <= set(command)
+        assert {"--config=configs/smollm2.py:demo", f"--workdir={tmp_path}"} <= set(command)
     assert "--resume" in commands[0] and "--config.eval.budgets=(0.25,)" in commands[1]
-    assert "some/where/eval/report.html" in done.stdout and "minutes" in done.stdout
+    assert f"{tmp_path}/eval/report.html" in done.stdout and "minutes" in done.stdout
+    question = (tmp_path / "example.txt").read_text()
+    assert f"--prompt_file={tmp_path}/example.txt" in commands[2]
+    assert question.count("Oskar Yarrow") == 2 and "plum cake" in question[1000:-1000]
 
 
-def test_failed_training_ends_the_demo():
-    done, commands = demo(failing="train.py")
+def test_failed_training_ends_the_demo(tmp_path):
+    done, commands = demo("train.py", tmp_path)
     assert done.returncode == 7 and len(commands) == 1
 
 
