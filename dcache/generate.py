@@ -201,11 +201,14 @@ def _make_plan(
     """Sizes for prompts padded to `length`, of which none keeps more than the longest possible one would."""
     full = policy.name == "full"
     evict_every = 0 if full or evict_every >= new else evict_every
-    kept = length if full else budgets.tokens_kept(budget, length)
-    room = new
+
+    def most(seen: int) -> int:
+        return seen if full else policy.most_kept(budgets.tokens_kept(budget, seen), seen, lm.config)
+
+    kept, room = most(length), new
     if evict_every:
         # Between two evictions `evict_every` tokens come on top of a budget that grows with the tokens seen.
-        room = min(new, budgets.tokens_kept(budget, length + new) - kept + evict_every)
+        room = min(new, most(length + new) - kept + evict_every)
     return _Plan(
         config=lm.config, policy=policy, evict_every=evict_every, kept=kept, room=room,
         chunk=min(evict_every or _CHUNK, max(new - 1, 1)), greedy=greedy,

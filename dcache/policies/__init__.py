@@ -14,7 +14,7 @@ def _discover() -> dict[str, type[Policy]]:
     found = {}
     for module in pkgutil.iter_modules(__path__):
         for _, value in inspect.getmembers(importlib.import_module(f"{__name__}.{module.name}"), inspect.isclass):
-            if issubclass(value, Policy) and value is not Policy and value.__module__.startswith(__name__):
+            if issubclass(value, Policy) and hasattr(value, "name") and value.__module__.startswith(__name__):
                 found[value.name] = value
     return found
 

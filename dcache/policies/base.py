@@ -4,13 +4,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from dcache import budget as budgets
 from dcache import cache as kv
 from dcache import signals
-from dcache.attention import Stats, StatsRequest
+from dcache.attention import Segment, Stats, StatsRequest
+from dcache.config import ModelConfig
 from dcache.errors import BudgetError, ConfigError
 
 
@@ -61,6 +63,23 @@ class Policy:
         """How many tokens the method keeps of `seen` (int32[B]) under a budget (int32[B])."""
         del seen
         return budget
+
+    def allocate(self, scores: Array, filled: Array, budget: Array, protected: Array | None) -> Array:
+        """How many tokens each keep-set gets: by default the budget, for every layer and head.
+
+        Args:
+          scores: as `scores` returns them. filled: bool[..., S]. budget: int32[B]. protected: bool[..., S] or None.
+
+        Returns:
+          int32[...] of the shape of the scores without their last axis.
+        """
+        del filled, protected
+        return jnp.broadcast_to(shaped(budget, self.granularity), scores.shape[:-1])
+
+    def most_kept(self, budget: int, seen: int, config: ModelConfig) -> int:
+        """Upper bound of what `allocate` gives any one head of `seen` tokens, so that its slots can be allocated."""
+        del config
+        return min(budget, seen)
 
     def fit(self, budget: int) -> "Policy":
         """The policy with every setting that depends on the budget (in tokens) filled in.
@@ -115,12 +134,15 @@ def spread(x: Array, cache: kv.Cache, granularity: str) -> Array:
 
 
 def keep_set(policy: Policy, params: Any, cache: kv.Cache, budget: Array, key: Array) -> Array:
-    """Which slots the policy keeps: bool[L, B, K, S], at most `budget` (int32[B]) per sequence, layer and head."""
+    """Which slots the policy keeps: bool[L, B, K, S].
+
+    At most `budget` (int32[B]) per sequence, on average over layers and heads if the policy allocates unequally.
+    """
     scores = policy.scores(params, cache, key).astype(jnp.float32)
     mask = signals.filled(cache, policy.granularity)
-    allowed = policy.allowance(budget, cache.length)
-    allowed = jnp.broadcast_to(shaped(allowed, policy.granularity), mask.shape[:-1])
-    keep = budgets.keep_top(scores, mask, allowed, policy.protects(cache, budget))
+    protected = policy.protects(cache, budget)
+    allowed = policy.allocate(scores, mask, policy.allowance(budget, cache.length), protected)
+    keep = budgets.keep_top(scores, mask, allowed, protected)
     return spread(keep, cache, policy.granularity)
 
 
@@ -151,3 +173,60 @@ class Trained:
 
     policy: Policy
     params: Any
+
+
+def per_token(cache: kv.Cache, function: Callable[[Array, Array], Array]) -> Array:
+    """A function of each token's key and value, read where they lie: f32[L, B, K, S].
+
+    Args:
+      function: (k [B or 1, K, S', H], v) -> f32[B or 1, K, S']; a shared prompt is read once for all sequences.
+    """
+
+    def one(layer: kv.LayerCache, prompt: Segment | None) -> Array:
+        own = function(layer.k, layer.v)
+        if prompt is None:
+            return own
+        shared = function(prompt.k, prompt.v)
+        return jnp.concatenate([jnp.broadcast_to(shared, (own.shape[0], *shared.shape[1:])), own], axis=-1)
+
+    if isinstance(cache.layers, tuple):
+        return jnp.stack([one(layer, _prompt_of(cache, i)) for i, layer in enumerate(cache.layers)])
+    if cache.prompt is None:
+        return jax.vmap(lambda layer: one(layer, None))(cache.layers)
+    return jax.vmap(one)(cache.layers, cache.prompt)
+
+
+def in_order(cache: kv.Cache, function: Callable[[Array, Array, Array], Array], position: Array) -> Array:
+    """A function of each head's tokens in the order of their positions: f32[L, B, K, S].
+
+    Args:
+      function: (k f32[S, H], v f32[S, H], count int32 scalar) -> f32[S]; the `count` tokens come first, oldest first.
+      position: int32[L, B, K, S], of the slots.
+    """
+
+    def one(k: Array, v: Array, position: Array) -> Array:
+        order = jnp.argsort(jnp.where(position >= 0, position, jnp.iinfo(jnp.int32).max))
+        value = function(k[order].astype(jnp.float32), v[order].astype(jnp.float32), jnp.sum(position >= 0))
+        return jnp.zeros_like(value).at[order].set(value)
+
+    def all_heads(layer: kv.LayerCache, prompt: Segment | None, position: Array) -> Array:
+        def whole(shared: Array | None, own: Array) -> Array:
+            if shared is None:
+                return own
+            return jnp.concatenate([jnp.broadcast_to(shared, (own.shape[0], *shared.shape[1:])), own], axis=2)
+
+        k = whole(None if prompt is None else prompt.k, layer.k)
+        v = whole(None if prompt is None else prompt.v, layer.v)
+        return jax.vmap(jax.vmap(one))(k, v, position)
+
+    if isinstance(cache.layers, tuple):
+        return jnp.stack(
+            [all_heads(layer, _prompt_of(cache, i), position[i]) for i, layer in enumerate(cache.layers)]
+        )
+    if cache.prompt is None:
+        return jax.vmap(lambda layer, p: all_heads(layer, None, p))(cache.layers, position)
+    return jax.vmap(all_heads)(cache.layers, cache.prompt, position)
+
+
+def _prompt_of(cache: kv.Cache, layer: int) -> Segment | None:
+    return None if cache.prompt is None else Segment(cache.prompt.k[layer], cache.prompt.v[layer])

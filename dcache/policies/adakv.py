@@ -1,0 +1,58 @@
+"""Ada-KV: the heads of a layer share one budget."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from dcache import budget as budgets
+from dcache.errors import ConfigError
+from dcache.policies.wrapper import Wrapper
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaKV(Wrapper):
+    """The best tokens of all heads of a layer together, whatever head they are in. Feng et al., arXiv 2407.11550.
+
+    Works on the scores of any policy that decides per head. The fixed-shape cache gives every head as many slots as one
+    head may need, so the memory that is allocated exceeds the budget (`generate` reports it); the number of tokens kept
+    does not.
+
+    Attributes:
+      base: whose scores are used (SnapKV, as in the paper).
+      floor: share of the budget that every head keeps in any case.
+    """
+
+    name = "adakv"
+    summary = "another policy's scores (SnapKV's), one budget for all heads of a layer"
+    paper = "arXiv 2407.11550"
+
+    floor: float = 0.2
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.base.granularity != "head":
+            raise ConfigError(
+                f"adakv: {self.base.name} decides per {self.base.granularity}; give a policy that decides per head."
+            )
+        if not 0.0 <= self.floor <= 1.0:
+            raise ConfigError(f"adakv: floor is {self.floor}; give a share in [0, 1].")
+
+    def allocate(self, scores, filled, budget, protected):
+        """Counts the tokens of each head among the best of the layer."""
+        least = jnp.floor(self.floor * budget.astype(jnp.float32) + 1e-4).astype(jnp.int32)
+        safe = budgets.keep_top(scores, filled, jnp.broadcast_to(least[None, :, None], scores.shape[:-1]), protected)
+        if protected is not None:
+            safe |= protected & filled
+        l, b, k, s = scores.shape
+
+        def flat(x):
+            return x.reshape(l, b, k * s)
+
+        total = jnp.broadcast_to(k * budget[None], (l, b))
+        best = budgets.keep_top(flat(scores), flat(filled), total, flat(safe))
+        return jnp.sum(best.reshape(l, b, k, s), axis=-1, dtype=jnp.int32)
+
+    def most_kept(self, budget, seen, config):
+        """One head takes what the floors of the others leave."""
+        least = int(self.floor * budget + 1e-4)
+        return min(seen, config.num_kv_heads * budget - (config.num_kv_heads - 1) * least)
