@@ -105,21 +105,21 @@ def _einsum(spec: str, x: Array, y: Array) -> Array:
     return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
 
 
-def _logits(q: Array, k: Array) -> Array:
-    """q [B,T,K,G,H] . k [B or 1,K,S,H] -> f32[B,K,G,T,S], scaled."""
+def _logits(q: Array, k: Array, order: str) -> Array:
+    """q [B,T,K,G,H] . k [B or 1,K,S,H] -> f32[order], scaled; order names the axes b, k, t, g, s."""
     scale = 1.0 / math.sqrt(q.shape[-1])
-    if k.shape[0] == 1 and q.shape[0] > 1:
-        # One matrix product per key/value head for the whole batch: the shared keys are read once.
-        return _einsum("btkgh,ksh->bkgts", q, k[0]) * scale
-    return _einsum("btkgh,bksh->bkgts", q, k) * scale
+    if k.shape[0] == 1:
+        # One matrix product per key/value head for the whole batch: shared keys are read once.
+        return _einsum(f"btkgh,ksh->{order}", q, k[0]) * scale
+    return _einsum(f"btkgh,bksh->{order}", q, k) * scale
 
 
-def _mix(probs: Array, v: Array) -> Array:
-    """probs f32[B,K,G,T,S], v [B or 1,K,S,H] -> f32[B,T,K,G,H]."""
+def _mix(probs: Array, v: Array, order: str) -> Array:
+    """probs f32[order], v [B or 1,K,S,H] -> f32[B,T,K,G,H]."""
     probs = probs.astype(v.dtype)
-    if v.shape[0] == 1 and probs.shape[0] > 1:
-        return _einsum("bkgts,ksh->btkgh", probs, v[0])
-    return _einsum("bkgts,bksh->btkgh", probs, v)
+    if v.shape[0] == 1:
+        return _einsum(f"{order},ksh->btkgh", probs, v[0])
+    return _einsum(f"{order},bksh->btkgh", probs, v)
 
 
 def attend(
@@ -139,15 +139,19 @@ def attend(
     b, t, n, h = q.shape
     kv_heads = key_position.shape[1]
     grouped = q.reshape(b, t, kv_heads, n // kv_heads, h)
-    logits = jnp.concatenate([_logits(grouped, s.k) for s in segments], axis=-1)
-    seen = visible(query_position[:, None], key_position, sliding_window)
-    probs = jax.nn.softmax(jnp.where(seen[:, :, None], logits, _MASKED), axis=-1)
+    # The order in which the matrix products come out: transposing the probabilities would cost as much as they do.
+    order = "kbtgs" if segments[0].k.shape[0] == 1 else "bktgs"
+    logits = jnp.concatenate([_logits(grouped, s.k, order) for s in segments], axis=-1)
+    seen = visible(query_position[:, None], key_position, sliding_window)  # [B, K, T, S]
+    seen = jnp.einsum(f"bkts->{order.replace('g', '')}", seen)
+    probs = jax.nn.softmax(jnp.where(seen[:, :, :, None], logits, _MASKED), axis=-1)
     out, start = jnp.zeros((b, t, kv_heads, n // kv_heads, h), jnp.float32), 0
     for segment in segments:
         stop = start + segment.k.shape[2]
-        out += _mix(probs[..., start:stop], segment.v)
+        out += _mix(probs[..., start:stop], segment.v, order)
         start = stop
-    return out.reshape(b, t, n, h).astype(q.dtype), probs.reshape(b, n, t, start)
+    by_head = jnp.einsum(f"{order}->bkgts", probs)
+    return out.reshape(b, t, n, h).astype(q.dtype), by_head.reshape(b, n, t, start)
 
 
 def attend_prompt(

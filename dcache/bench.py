@@ -50,11 +50,13 @@ def random_prompt(lm: LanguageModel, length: int, seed: int = 0) -> np.ndarray:
 
 def training_step(
     lm: LanguageModel, trained: Trained, *, prompt: int = 512, samples: int = 8, horizon: int = 32, evict_every: int = 8,
-    repeats: int = 5,
+    teacher_batch: int = 8, repeats: int = 5,
 ) -> Numbers:  # fmt: skip
     """A training step beside the teacher's prefill of its prompt and `horizon` single-sequence decode steps.
 
-    The step is the whole of it: the teacher reads the prompt, continues it greedily, and K students follow.
+    The step is the whole of it: the teacher reads the prompt, continues it greedily, and K students follow. As in the
+    training loop the teacher works on `teacher_batch` prompts at once, and a step costs one share of that; `..._alone` is
+    the same with a teacher that reads one prompt at a time.
     """
     policy = trained.policy
     if not isinstance(policy, DistillCache):
@@ -62,7 +64,6 @@ def training_step(
     config = DistillConfig(
         steps=100, horizon=horizon, evict_every=evict_every, samples=samples, ratios=(0.25,), warmup_steps=1
     )
-    tokens, length = pad_prompts([random_prompt(lm, prompt)], prompt)
     state = init_state(jax.random.key(0), policy, config)
     teach = jax.jit(functools.partial(rollout.teach, config=lm.config, request=trained.policy.needs, decode=True))
     most = budgets.tokens_kept(0.25, prompt + horizon)
@@ -77,29 +78,37 @@ def training_step(
             params, lm.config, token, kv.unstack(room) if unrolled else room, horizon + 1
         )
 
-    nothing = jnp.zeros((1, horizon), jnp.int32)
-
-    def step():
-        trajectories = teach(
-            lm.params, lm.decode_params, tokens=tokens, length=length, given=nothing, given_length=jnp.zeros(1, jnp.int32),
-            own=jnp.ones(1, bool), stop=jnp.asarray([0], jnp.int32),
+    def read(count: int):
+        tokens, length = pad_prompts([random_prompt(lm, prompt, seed) for seed in range(count)], prompt)
+        return teach(
+            lm.params, lm.decode_params, tokens=tokens, length=length, given=jnp.zeros((count, horizon), jnp.int32),
+            given_length=jnp.zeros(count, jnp.int32), own=jnp.ones(count, bool), stop=jnp.asarray([0], jnp.int32),
         )  # fmt: skip
-        return update(state, lm.params, trajectories, jnp.int32(0), jax.random.key(1))
 
+    trajectories = read(1)
+    tokens, length = pad_prompts([random_prompt(lm, prompt)], prompt)
     _, cache = prefill(lm.params, tokens=tokens, length=length)
     seconds = interleaved(
         {
-            "step": step,
+            "teach": lambda: read(teacher_batch),
+            "teach_alone": lambda: read(1),
+            "update": lambda: update(state, lm.params, trajectories, jnp.int32(0), jax.random.key(1)),
             "prefill": lambda: prefill(lm.params, tokens=tokens, length=length),
             "decode": lambda: decode(lm.decode_params, cache, tokens[:, 0]),
         },
         repeats,
     )
+    unit = seconds["prefill"] + seconds["decode"]
+    step = seconds["teach"] / teacher_batch + seconds["update"]
+    alone = seconds["teach_alone"] + seconds["update"]
     return {
-        "train.step_seconds": seconds["step"],
         "train.prefill_seconds": seconds["prefill"],
         "train.decode_seconds": seconds["decode"],
-        "train.step_ratio": seconds["step"] / (seconds["prefill"] + seconds["decode"]),
+        "train.update_seconds": seconds["update"],
+        "train.step_seconds": step,
+        "train.step_ratio": step / unit,
+        "train.step_seconds_alone": alone,
+        "train.step_ratio_alone": alone / unit,
     }
 
 

@@ -128,9 +128,9 @@ def teacher_log_probs(params: model.Params, config: ModelConfig, cache: kv.Cache
     return jax.nn.log_softmax(model.unembed(params, hidden[0], config))
 
 
-def kl_divergence(teacher: Array, student: Array) -> Array:
-    """KL(teacher || student) in nats of log-probabilities f32[..., V] -> f32[...]."""
-    return jnp.sum(jnp.exp(teacher) * (teacher - student), axis=-1)
+def kl_divergence(teacher: Array, student: Array, probs: Array | None = None) -> Array:
+    """KL(teacher || student) in nats of log-probabilities f32[..., V] -> f32[...]; `probs` = exp(teacher) if at hand."""
+    return jnp.sum((jnp.exp(teacher) if probs is None else probs) * (teacher - student), axis=-1)
 
 
 @jax.tree_util.register_dataclass
@@ -171,9 +171,10 @@ def sample_students(
     students = kv.share_prompt(cache, samples, horizon)
     tokens = continuation.reshape(decisions, chunk)
     teacher = teacher.reshape(decisions, chunk, -1)
+    probs = jnp.exp(teacher)  # once for all students
 
     def decide(students: kv.Cache, xs):
-        tokens_d, teacher_d, key_d, index = xs
+        tokens_d, teacher_d, probs_d, key_d, index = xs
         with jax.named_scope("policy"):
             features = policy.features(students)
             scores = policy.scores_of(policy_params, features)
@@ -186,10 +187,10 @@ def sample_students(
         fed = jnp.broadcast_to(tokens_d[None], (samples, chunk))
         hidden, students = model.extend(params, config, fed, students, index * chunk)
         log_q = jax.nn.log_softmax(model.unembed(params, hidden, config))
-        kl = kl_divergence(teacher_d[None], log_q)
+        kl = kl_divergence(teacher_d[None], log_q, probs_d[None])
         return students, (features, order, filled, budget, kl)
 
-    xs = (tokens, teacher, jax.random.split(key, decisions), jnp.arange(decisions, dtype=jnp.int32))
+    xs = (tokens, teacher, probs, jax.random.split(key, decisions), jnp.arange(decisions, dtype=jnp.int32))
     _, (features, order, filled, budget, kl) = jax.lax.scan(decide, students, xs)
     return Decisions(features, order, filled, budget, kl.swapaxes(0, 1).reshape(samples, horizon))
 

@@ -37,10 +37,15 @@ def test_interleaved_is_the_median_and_takes_turns(monkeypatch):
 
 
 def test_training_step_reports_the_ratio_of_its_parts(tiny, trained):
-    found = bench.training_step(tiny, trained, prompt=96, samples=2, horizon=8, evict_every=4, repeats=2)
+    found = bench.training_step(
+        tiny, trained, prompt=96, samples=2, horizon=8, evict_every=4, teacher_batch=2, repeats=2
+    )
     assert all(value > 0 for value in found.values())
     whole = found["train.prefill_seconds"] + found["train.decode_seconds"]
-    assert found["train.step_ratio"] == pytest.approx(found["train.step_seconds"] / whole)
+    for suffix in ("", "_alone"):
+        seconds = found[f"train.step_seconds{suffix}"]
+        assert seconds > found["train.update_seconds"]
+        assert found[f"train.step_ratio{suffix}"] == pytest.approx(seconds / whole)
 
 
 def test_training_step_of_an_untrained_method_is_refused(tiny):
