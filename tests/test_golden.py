@@ -91,7 +91,10 @@ def test_kept_slots(run, golden, method):
         shared = naive.top(scores.reshape(30, 1, -1), np.ones((30, 1, 3 * 512), bool), 3 * BUDGET)
         want, threshold = shared.reshape(scores.shape), np.sort(scores.reshape(30, 1, -1), -1)[..., -3 * BUDGET, None]
     else:
-        want, threshold = naive.top(scores, np.ones(scores.shape, bool), BUDGET), np.sort(scores, -1)[..., -BUDGET, None]
+        want, threshold = (
+            naive.top(scores, np.ones(scores.shape, bool), BUDGET),
+            np.sort(scores, -1)[..., -BUDGET, None],
+        )
         # The reference counts its cache at the end, with the 16 continuation tokens.
         np.testing.assert_array_equal(got.sum(-1).mean(-1), golden[f"{method}/kept_per_layer"] - 16)
     assert got.sum() == want.sum() and (got & want).sum() >= 0.995 * want.sum()

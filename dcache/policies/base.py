@@ -220,9 +220,7 @@ def in_order(cache: kv.Cache, function: Callable[[Array, Array, Array], Array], 
         return jax.vmap(jax.vmap(one))(k, v, position)
 
     if isinstance(cache.layers, tuple):
-        return jnp.stack(
-            [all_heads(layer, _prompt_of(cache, i), position[i]) for i, layer in enumerate(cache.layers)]
-        )
+        return jnp.stack([all_heads(layer, _prompt_of(cache, i), position[i]) for i, layer in enumerate(cache.layers)])
     if cache.prompt is None:
         return jax.vmap(lambda layer, p: all_heads(layer, None, p))(cache.layers, position)
     return jax.vmap(all_heads)(cache.layers, cache.prompt, position)

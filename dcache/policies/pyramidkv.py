@@ -13,8 +13,9 @@ class PyramidKV(SnapKV):
     """SnapKV's scores; the budgets of the layers fall linearly. Cai et al., arXiv 2406.02069.
 
     Beside its window a layer gets between `1 / beta` (the last) and `2 - 1 / beta` (the first) of what the window leaves of
-    the budget. Rounded down, with what is left over given to the first layers, the budgets never rise from layer to layer
-    and sum to the number of layers times the budget exactly. They fall less if the first layer would get more than there is.
+    the budget. Rounded down, with what is left over given to the first layers that have room, the budgets never rise from
+    layer to layer and sum to the number of layers times the budget exactly. They fall less if the first layer would get
+    more than there is.
 
     The original has window 8, kernel 5, max pooling. kvpress counts the window inside the pyramid and falls back to equal
     budgets wherever the last layer's would be smaller than the window; `kvpress=True` does the same (with its window of
@@ -35,7 +36,9 @@ class PyramidKV(SnapKV):
     def __post_init__(self):
         super().__post_init__()
         if self.granularity == "sequence":
-            raise ConfigError("pyramidkv: granularity is 'sequence'; layers need budgets of their own: 'head' or 'layer'.")
+            raise ConfigError(
+                "pyramidkv: granularity is 'sequence'; layers need budgets of their own: 'head' or 'layer'."
+            )
         if self.beta < 1.0:
             raise ConfigError(f"pyramidkv: beta is {self.beta}; give 1 (equal budgets) or more.")
 
@@ -58,7 +61,9 @@ class PyramidKV(SnapKV):
         else:
             floors = jnp.floor(wanted + 1e-3).astype(jnp.int32)
             over = scores.shape[0] * (budget - inside) - jnp.sum(floors, axis=0)
-            shares = inside[None] + floors + (layers < over[None]).astype(jnp.int32)
+            full = jnp.sum(floors >= most.astype(jnp.int32)[None], axis=0)  # layers that keep all they hold
+            more = (layers >= full[None]) & (layers - full[None] < over[None])
+            shares = inside[None] + floors + more.astype(jnp.int32)
         shares = shares.reshape(*shares.shape, *(1,) * (scores.ndim - 3))
         return jnp.broadcast_to(shares, scores.shape[:-1])
 

@@ -24,11 +24,16 @@ EVERY = {name: make(name) for name in policies()}
 for _g in ("sequence", "layer"):
     EVERY[f"h2o/{_g}"] = make("h2o", granularity=_g)
     EVERY[f"snapkv/{_g}"] = make("snapkv", granularity=_g, window=3)
+    EVERY[f"observed_attention/{_g}"] = make("observed_attention", granularity=_g)
 for _g in ("layer", "head"):
     EVERY[f"distillcache/{_g}"] = make("distillcache", granularity=_g, signals=("alpha", "pos", "key_distinct"))
 
 scores_jit = jax.jit(lambda policy, params, cache, key: policy.scores(params, cache, key), static_argnums=0)
 keep_set_jit = jax.jit(base.keep_set, static_argnums=0)
+
+
+EVERY["pyramidkv/layer"] = make("pyramidkv", granularity="layer")
+EVERY["adakv/h2o"] = make("adakv", base=make("h2o"))
 
 
 @functools.cache
@@ -40,8 +45,9 @@ def weights_of(policy):
 
 
 def test_all_methods_are_registered():
-    expected = {"full", "random", "streaming_llm", "h2o", "snapkv", "tova", "keydiff", "distillcache"}
-    assert expected <= set(policies())
+    expected = """full random streaming_llm h2o observed_attention snapkv pyramidkv adakv tova keydiff knorm lagkv
+        distillcache""".split()
+    assert set(expected) <= set(policies())
     for name, policy in MODULE.REGISTRY.items():
         assert policy.name == name and policy.paper
     for name, line in policies().items():
@@ -109,6 +115,13 @@ def with_needs(cache, policy):
     return kv.restrict(cache, policy.needs)
 
 
+def with_window(policy, window):
+    """SnapKV's window, of the policy or of the one inside."""
+    if hasattr(policy, "window"):
+        return dataclasses.replace(policy, window=window)
+    return dataclasses.replace(policy, base=with_window(policy.base, window)) if hasattr(policy, "base") else policy
+
+
 @pytest.mark.parametrize("kind", ["prefill", "sequence"])
 @pytest.mark.parametrize("name", EVERY)
 def test_scores_and_keep_set(name, kind):
@@ -122,7 +135,7 @@ def test_scores_and_keep_set(name, kind):
     assert np.isfinite(scores).all()
     filled = np.asarray(kv.positions(cache)) >= 0
     for budget in ([40, 7], [200, 36]):
-        fitted = dataclasses.replace(policy, window=5) if policy.name == "snapkv" else policy
+        fitted = with_window(policy, 5)
         keep = np.asarray(
             keep_set_jit(
                 fitted, weights_of(policy), with_needs(full, fitted), jnp.asarray(budget, jnp.int32), jax.random.key(3)
@@ -131,7 +144,13 @@ def test_scores_and_keep_set(name, kind):
         assert keep.shape == filled.shape and not keep[~filled].any()
         held = filled.sum(-1)
         want = held if policy.name == "full" else np.minimum(held, np.asarray(budget)[None, :, None])
-        np.testing.assert_array_equal(keep.sum(-1), want)
+        if type(policy).allocate is base.Policy.allocate:
+            np.testing.assert_array_equal(keep.sum(-1), want)
+        else:  # heads or layers share a budget
+            np.testing.assert_array_equal(keep.sum((0, 2, 3)), want.sum((0, 2)))
+            for b in range(2):
+                most = policy.most_kept(budget[b], int(held[:, b].max()), TINY)
+                assert keep[:, b].sum(-1).max() <= most
         if policy.granularity != "head":
             assert (keep == keep[:, :, :1]).all()
         if policy.granularity == "sequence":

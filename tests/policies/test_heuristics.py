@@ -195,6 +195,160 @@ def test_snapkv_settings(bad):
         make("snapkv", **bad)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_knorm(kind):
+    # The scores: a token that occurs twice has keys of the same norm in the first layer.
+    cache, dense, alive, _ = naive.decoded(kind)
+    got = np.asarray(make("knorm").scores((), cache, KEY))
+    for b in range(2):
+        have = naive.by_position(got[:, b], np.asarray(kv.positions(cache))[:, b], alive[b].shape[-1])
+        want = -np.sqrt((dense[b].keys ** 2).sum(-1))
+        np.testing.assert_allclose(have[alive[b]], want[alive[b]], rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("granularity", ["head", "layer", "sequence"])
+def test_observed_attention(kind, granularity):
+    if kind == "head" and granularity != "head":
+        pytest.skip("tokens differ between heads")
+    # Attention received divided by the number of queries that could see the token.
+    axes = {"head": (), "layer": (1,), "sequence": (0, 1)}[granularity]
+
+    def score(dense, _):
+        count = dense.probs.shape[-1]
+        rate = grouped(dense.probs.sum(2) / (count - np.arange(count)))
+        return np.broadcast_to(rate.mean(axes, keepdims=True), (L, K, count))
+
+    check(make("observed_attention", granularity=granularity), kind, score)
+
+
+def lagkv_score(keys, values, sinks, lag):
+    """[T, H] keys and values in order -> [T], written token by token."""
+    count = len(keys)
+    out = np.ones(count)
+    blocks = (count - sinks) // lag
+    if count < sinks + 2 * lag:
+        for t in range(sinks, count):
+            out[t] = (t - sinks) / (count - sinks)
+        return out
+    for b in range(blocks - 1):
+        here = range(sinks + b * lag, sinks + (b + 1) * lag)
+        after = slice(sinks + (b + 1) * lag, sinks + (b + 2) * lag)
+        total = np.zeros(lag)
+        for x in (keys, values):
+            low, high = x[after].min(0), x[after].max(0)
+            spread = np.asarray([np.std((x[t] - low) / (high - low), ddof=1) for t in here])
+            total += np.exp(spread) / np.exp(spread).sum() / 2
+        for i, t in enumerate(here):
+            out[t] = (total < total[i]).sum() / lag
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sinks, lag", [(4, 8), (0, 5), (2, 60)])
+def test_lagkv(kind, sinks, lag):
+    cache, dense, alive, _ = naive.decoded(kind)
+    got = np.asarray(make("lagkv", sinks=sinks, lag=lag).scores((), cache, KEY))
+    for b in range(2):
+        have = naive.by_position(got[:, b], np.asarray(kv.positions(cache))[:, b], alive[b].shape[-1])
+        for l in range(L):
+            for k in range(K):
+                held = alive[b][l, k]  # neighbours are those that are left
+                want = lagkv_score(dense[b].keys[l, k][held], dense[b].values[l, k][held], sinks, lag)
+                np.testing.assert_allclose(have[l, k][held], want, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [{"sinks": -1}, {"lag": 1}])
+def test_lagkv_settings(bad):
+    with pytest.raises(ConfigError, match="lagkv: sinks is.*lag"):
+        make("lagkv", **bad)
+
+
+def layer_budgets(policy, layers, held, budget):
+    """int[layers] of one sequence with `held` tokens."""
+    shape = (layers, 1, K, held) if policy.granularity == "head" else (layers, 1, held)
+    got = policy.allocate(jnp.zeros(shape), jnp.ones(shape, bool), jnp.asarray([budget], jnp.int32), None)
+    got = np.asarray(got).reshape(layers, -1)
+    assert (got == got[:, :1]).all()
+    return got[:, 0]
+
+
+@pytest.mark.parametrize("granularity", ["head", "layer"])
+@pytest.mark.parametrize("layers", [2, 7, 30, 32])
+def test_pyramid_budgets_fall_and_sum_to_the_budget(layers, granularity):
+    policy = make("pyramidkv", granularity=granularity)
+    for held in (64, 100, 512, 513, 4096):
+        for budget in (32, 50, 64, held // 4, held // 2, held - 1):
+            if not 1 <= budget < held:
+                continue
+            fitted = policy.fit(budget)
+            got = layer_budgets(fitted, layers, held, budget)
+            assert got.sum() == layers * budget and (np.diff(got) <= 0).all()
+            assert got[0] <= min(held, fitted.most_kept(budget, held, TINY)) and got[-1] >= min(fitted.width, budget)
+            if budget - fitted.width >= 40:
+                assert got[0] > got[-1]  # at every length, not only where the last layer's share exceeds the window
+
+
+def test_pyramid_budgets_by_hand():
+    # Window 8 of a budget of 48 leaves 40: the last layer gets 40 / 20 = 2 beside it, the first 78, in steps of 38.
+    assert layer_budgets(make("pyramidkv", window=8), 3, 500, 48).tolist() == [86, 48, 10]
+    # Of 60 tokens the window leaves 52, so the first layer gets all of them and the last 80 - 52.
+    assert layer_budgets(make("pyramidkv", window=8), 3, 60, 48).tolist() == [60, 48, 36]
+    # kvpress counts the window inside: 128 / 20 < 64, so all budgets are equal; with 4,096 tokens they fall.
+    theirs = make("pyramidkv", window=64, kvpress=True)
+    assert layer_budgets(theirs, 30, 512, 128).tolist() == [128] * 30
+    assert layer_budgets(theirs, 3, 8192, 2048).tolist() == [3994, 2048, 102]
+
+
+@pytest.mark.parametrize("bad", [{"beta": 0.5}, {"granularity": "sequence"}])
+def test_pyramid_settings(bad):
+    with pytest.raises(ConfigError, match=f"pyramidkv: {next(iter(bad))}"):
+        make("pyramidkv", **bad)
+
+
+@pytest.mark.parametrize("kind", ["prefill", "head", "unrolled"])
+@pytest.mark.parametrize("floor", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("base", ["keydiff", "h2o"])
+def test_adakv(kind, floor, base):
+    cache, _, alive, _ = naive.decoded(kind)
+    inside = make(base)
+    policy = make("adakv", base=inside, floor=floor)
+    scores = np.asarray(inside.scores((), cache, KEY))
+    position = np.asarray(kv.positions(cache))
+    for b, budget in enumerate((30, 9)):
+        count = alive[b].shape[-1]
+        of = naive.by_position(scores[:, b], position[:, b], count)
+        newest = np.arange(count) >= count - (budget // 2 if base == "h2o" else 0)
+        got = kept_tokens(policy, cache, (30, 9), b, count)
+        for l in range(L):
+            # Each head's own best first, then the best of what is left, wherever it is.
+            safe = naive.top(of[l], alive[b][l], int(floor * budget), np.broadcast_to(newest, of[l].shape))
+            safe |= newest & alive[b][l]
+            rest = sorted(zip(*np.nonzero(alive[b][l] & ~safe), strict=True), key=lambda at: -of[l][at])
+            want = safe.copy()
+            for at in rest[: K * budget - safe.sum()]:
+                want[at] = True
+            np.testing.assert_array_equal(got[l], want)
+            assert got[l].sum() == min(K * budget, alive[b][l].sum())
+            assert got[l].sum(-1).max() <= policy.most_kept(budget, count, TINY)
+
+
+def test_adakv_with_all_of_the_floor_is_its_base():
+    cache, *_ = naive.decoded("prefill")
+    budget = jnp.asarray([30, 9], jnp.int32)
+    same = keep_jit(make("adakv", base=make("h2o"), floor=1.0), (), cache, budget, KEY)
+    np.testing.assert_array_equal(same, keep_jit(make("h2o"), (), cache, budget, KEY))
+
+
+def test_adakv_settings():
+    with pytest.raises(ConfigError, match="floor is 1.5"):
+        make("adakv", floor=1.5)
+    with pytest.raises(ConfigError, match="tova decides per layer"):
+        make("adakv", base=make("tova"))
+    with pytest.raises(ConfigError, match="base is 'h2o'.*make"):
+        make("adakv", base="h2o")
+
+
 def test_random_is_a_function_of_the_key():
     cache, _, alive, _ = naive.decoded("prefill")
     policy = make("random")
