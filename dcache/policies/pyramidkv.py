@@ -49,7 +49,7 @@ class PyramidKV(SnapKV):
         layers = jnp.arange(scores.shape[0], dtype=jnp.int32)[:, None]
         steps = max(scores.shape[0] - 1, 1)
         window = jnp.minimum(self.width, budget)
-        inside = 0 if self.kvpress else window
+        inside = jnp.zeros_like(window) if self.kvpress else window
         mean = (budget - inside).astype(jnp.float32)
         most = (held - window).astype(jnp.float32)
         last = jnp.maximum(mean / self.beta, 2.0 * mean - most)
