@@ -13,13 +13,14 @@ import numpy as np
 
 from dcache import budget as budgets
 from dcache import model, rollout
+from dcache.attention import EMPTY
 from dcache.checkpoint import load_policy
 from dcache.errors import ConfigError
 from dcache.generate import Generation, check_tokens, pad_prompts
 from dcache.generate import generate as generate_ids
 from dcache.load import LanguageModel
 from dcache.policies import REGISTRY, make
-from dcache.policies.base import Policy, Trained, keep_set, spread
+from dcache.policies.base import Policy, Trained, keep_set, read, spread
 
 PRETRAINED = pathlib.Path(__file__).resolve().parent.parent / "policies"
 """Policies that this project trained, `<model>-<policy>/`; a learned policy's name stands for the one in here."""
@@ -91,19 +92,20 @@ _logits = jax.jit(model.full_logits, static_argnames="config")
 
 @functools.partial(jax.jit, static_argnames=("config", "policy"))
 def _score(params, config, policy, weights, tokens, length, key):
-    _, cache = model.prefill(params, config, tokens, length, policy.needs)
+    _, cache = read(policy, params, config, tokens, length)
     return spread(policy.scores(weights, cache, key), cache, policy.granularity)[:, 0]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "policy"))
 def _keep(params, config, policy, weights, tokens, length, budget, key):
-    _, cache = model.prefill(params, config, tokens, length, policy.needs)
+    _, cache = read(policy, params, config, tokens, length)
     return keep_set(policy, weights, cache, budgets.tokens_kept_traced(budget, length), key)[:, 0]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "policy", "evict_every"))
-def _follow(params, config, policy, weights, tokens, length, continuation, budget, key, evict_every):
-    hidden, cache = model.prefill(params, config, tokens, length, policy.needs)
+def _follow(params, config, policy, weights, tokens, length, continuation, count, budget, key, evict_every):
+    future = jnp.where(jnp.arange(continuation.shape[0]) < count, continuation, EMPTY)
+    hidden, cache = read(policy, params, config, tokens, length, future[None])
     first = jax.nn.log_softmax(model.last_logits(params, config, hidden, length))
     teacher = rollout.teacher_log_probs(params, config, cache, continuation)
     student, _ = rollout.follow(
@@ -131,7 +133,8 @@ def score(
     tokens = check_tokens(tokens, lm.config, what="`tokens`")
     trained = resolve(policy, **settings)
     padded, length = pad_prompts([tokens])
-    scores = _score(lm.params, lm.config, trained.policy, trained.params, padded, length, jax.random.key(seed))
+    policy = trained.policy.bind(lm.tokenizer)
+    scores = _score(lm.params, lm.config, policy, trained.params, padded, length, jax.random.key(seed))
     return np.asarray(scores[..., : len(tokens)])
 
 
@@ -149,7 +152,7 @@ def keep(
     """
     tokens = check_tokens(tokens, lm.config, what="`tokens`")
     trained = resolve(policy, **settings)
-    fitted = trained.policy.fit(budgets.tokens_kept(budget, len(tokens)))
+    fitted = trained.policy.bind(lm.tokenizer).fit(budgets.tokens_kept(budget, len(tokens)))
     padded, length = pad_prompts([tokens])
     encoded = jnp.float32(budgets.encode(budgets.check(budget)))
     kept = _keep(lm.params, lm.config, fitted, trained.params, padded, length, encoded, jax.random.key(seed))
@@ -176,7 +179,7 @@ def fidelity(
     if evict_every < 0:
         raise ConfigError(f"evict_every is {evict_every}; give 0 (once, after the prefill) or a number of tokens.")
     trained = resolve(policy, **settings)
-    fitted = trained.policy.fit(budgets.tokens_kept(budget, len(prompt)))
+    fitted = trained.policy.bind(lm.tokenizer).fit(budgets.tokens_kept(budget, len(prompt)))
     # Padding the continuation to whole chunks (or to few shapes) changes nothing before the padding.
     unit = min(evict_every, len(continuation)) or 16
     fed = np.zeros(-(-len(continuation) // unit) * unit, np.int32)
@@ -184,8 +187,8 @@ def fidelity(
     padded, length = pad_prompts([prompt])
     encoded = jnp.asarray([budgets.encode(budgets.check(budget))], jnp.float32)
     first, teacher, student, kl = _follow(
-        lm.params, lm.config, fitted, trained.params, padded, length, jnp.asarray(fed), encoded, jax.random.key(seed),
-        evict_every=unit if evict_every else 0,
+        lm.params, lm.config, fitted, trained.params, padded, length, jnp.asarray(fed), jnp.int32(len(continuation)),
+        encoded, jax.random.key(seed), evict_every=unit if evict_every else 0,
     )  # fmt: skip
     count = len(continuation)
     before = np.arange(count - 1)

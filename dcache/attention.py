@@ -16,6 +16,9 @@ from jax import Array
 EMPTY = -1
 """Position of a cache slot that holds no token, and of a query that is padding."""
 
+LATER = float("inf")
+"""Value in `Stats.extra` of a token that came after a policy looked at the prompt."""
+
 # Finite, so that a padded query (which sees nothing) gives the mean of V instead of NaN; its output is never used.
 _MASKED = -1e30
 _QUERY_BLOCK = 128
@@ -32,12 +35,18 @@ class StatsRequest:
       windows: for each width w in it, the attention mass of the w most recent queries is summed per query head.
       rows: number of most recent queries whose attention, averaged over all heads and layers, is kept row by row (it
         gives the paper's entropy signal); 0 for none.
+      projected: L1 norm of each value after its query head's output projection.
+      queries: mean and second moment of the queries before their rotary embedding.
+      extra: names of statistics that the policy itself puts into `Stats.extra` (see `Policy.observe`).
     """
 
     mass: bool = False
     last: bool = False
     windows: tuple[int, ...] = ()
     rows: int = 0
+    projected: bool = False
+    queries: bool = False
+    extra: tuple[str, ...] = ()
 
     def __or__(self, other: "StatsRequest") -> "StatsRequest":
         """The union of two requests."""
@@ -46,6 +55,9 @@ class StatsRequest:
             self.last or other.last,
             tuple(sorted({*self.windows, *other.windows})),
             max(self.rows, other.rows),
+            self.projected or other.projected,
+            self.queries or other.queries,
+            tuple(sorted({*self.extra, *other.extra})),
         )
 
     @property
@@ -64,11 +76,15 @@ class Stats:
       last: f32[B, N, S], probabilities of the most recent query.
       windows: width w -> f32[B, N, S], sum over the most recent w queries. Exact after a prefill; each later query
         multiplies it by `1 - 1/w` and adds its own, since per-head rows of the window would cost as much as the cache.
+      projected: f32[B, N, S], L1 norm of the value after the query head's output projection.
+      extra: name -> f32[B, N, S] of the prompt's tokens, put there by a policy; later tokens have `LATER`.
     """
 
     mass: Any = None
     last: Any = None
     windows: dict[int, Array] = dataclasses.field(default_factory=dict)
+    projected: Any = None
+    extra: dict[str, Array] = dataclasses.field(default_factory=dict)
 
 
 @jax.tree_util.register_dataclass
@@ -258,4 +274,6 @@ def accumulate(stats: Stats, probs: Array, filled: Array) -> Stats:
         mass=None if stats.mass is None else running(stats.mass) + probs.sum(axis=2),
         last=None if stats.last is None else probs[:, :, -1],
         windows=windows,
+        projected=stats.projected,
+        extra={name: jnp.where(filled, old, LATER) for name, old in stats.extra.items()},
     )

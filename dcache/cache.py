@@ -7,7 +7,7 @@ its never having been seen (at unchanged positions).
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,7 @@ class Cache:
       rows: f32[B, W, S] or None: attention rows of the last W queries, averaged over heads and layers; the query at
         position p lies in row p % W. Only meaningful while all heads and layers share one slot layout.
       row_entropy: f32[B, W] or None: entropy in nats of each row when its query was processed; 0 for an absent row.
+      queries: moments of all queries so far, or None.
     """
 
     layers: Any
@@ -57,6 +58,25 @@ class Cache:
     length: Array
     rows: Any = None
     row_entropy: Any = None
+    queries: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QueryMoments:
+    """Running moments of the queries before their rotary embedding, without those of the first tokens, which are outliers.
+
+    Attributes:
+      count: f32[B], queries counted. total: f32[B, L, N, H], their sum. outer: f32[B, L, N, H, H], sum of outer products.
+      frequencies: f32[B, H/2], radians per position of the model's rotary embedding, so that the moments can be rotated.
+    """
+
+    SKIP: ClassVar[int] = 4
+
+    count: Array
+    total: Array
+    outer: Array
+    frequencies: Array
 
 
 def stacked(cache: Cache) -> LayerCache:
@@ -92,12 +112,14 @@ def unstack(cache: Cache) -> Cache:
     )
 
 
-def from_prompt(k: Array, v: Array, position: Array, stats: Stats, rows: Array | None) -> Cache:
+def from_prompt(
+    k: Array, v: Array, position: Array, stats: Stats, rows: Array | None, queries: QueryMoments | None = None
+) -> Cache:
     """The cache that a prefill leaves behind, slot t holding token t.
 
     Args:
       k, v: [L, B, K, T, H]. position: int32[B, T], `EMPTY` for padding. stats: fields [L, B, N, T].
-      rows: f32[B, W, T] or None, see `Cache.rows`.
+      rows: f32[B, W, T] or None, see `Cache.rows`. queries: see `Cache.queries`.
     """
     layers, _, heads, _, _ = k.shape
     full = jnp.broadcast_to(position[None, :, None], (layers, position.shape[0], heads, position.shape[1]))
@@ -105,7 +127,7 @@ def from_prompt(k: Array, v: Array, position: Array, stats: Stats, rows: Array |
     norm = jnp.where(full >= 0, jnp.linalg.norm(v.astype(jnp.float32), axis=-1), 0.0)
     length = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
     entropy = None if rows is None else row_entropies(rows)
-    return Cache(LayerCache(k, v, full, norm, stats), None, length, rows, entropy)
+    return Cache(LayerCache(k, v, full, norm, stats), None, length, rows, entropy, queries)
 
 
 def row_entropies(rows: Array) -> Array:
@@ -237,7 +259,8 @@ def share_prompt(cache: Cache, students: int, room: int) -> Cache:
         return None if x is None else jnp.broadcast_to(x, (students, *x.shape[1:]))
 
     rows = None if cache.rows is None else _pad(repeat(cache.rows), room, 0)
-    return Cache(own, Segment(layer.k, layer.v), repeat(cache.length), rows, repeat(cache.row_entropy))
+    queries = jax.tree.map(repeat, cache.queries)
+    return Cache(own, Segment(layer.k, layer.v), repeat(cache.length), rows, repeat(cache.row_entropy), queries)
 
 
 def nbytes(cache: Cache, *, statistics: bool = False) -> int:
@@ -257,6 +280,8 @@ def restrict(cache: Cache, request: StatsRequest) -> Cache:
             mass=stats.mass if request.mass else None,
             last=stats.last if request.last else None,
             windows={w: stats.windows[w] for w in request.windows},
+            projected=stats.projected if request.projected else None,
+            extra={name: stats.extra[name] for name in request.extra},
         )
 
     if isinstance(cache.layers, tuple):
@@ -264,7 +289,15 @@ def restrict(cache: Cache, request: StatsRequest) -> Cache:
     else:
         layers = dataclasses.replace(cache.layers, stats=one(cache.layers.stats))
     rows = (cache.rows, cache.row_entropy) if request.rows else (None, None)
-    return dataclasses.replace(cache, layers=layers, rows=rows[0], row_entropy=rows[1])
+    queries = cache.queries if request.queries else None
+    return dataclasses.replace(cache, layers=layers, rows=rows[0], row_entropy=rows[1], queries=queries)
+
+
+def with_extra(cache: Cache, name: str, value: Array) -> Cache:
+    """The cache (stacked) with f32[L, B, N, S] among the statistics that policies put there themselves."""
+    stats = cache.layers.stats
+    stats = dataclasses.replace(stats, extra=stats.extra | {name: value})
+    return dataclasses.replace(cache, layers=dataclasses.replace(cache.layers, stats=stats))
 
 
 def select(cache: Cache, index: Array) -> Cache:

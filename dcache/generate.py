@@ -23,7 +23,7 @@ from dcache.attention import StatsRequest
 from dcache.config import ModelConfig
 from dcache.errors import ConfigError
 from dcache.load import LanguageModel
-from dcache.policies.base import Policy, Trained, keep_set
+from dcache.policies.base import Policy, Trained, keep_set, read
 from dcache.tokenizer import StreamDecoder
 
 _CHUNK = 16
@@ -132,7 +132,7 @@ def _start(
 ) -> tuple[Array, kv.Cache]:
     """Prefill, first token, first eviction: (int32[B], the cache for decoding)."""
     temperature, top_p, key = sampling
-    hidden, cache = model.prefill(params, plan.config, tokens, length, plan.policy.needs)
+    hidden, cache = read(plan.policy, params, plan.config, tokens, length)
     logits = model.last_logits(params, plan.config, hidden, length)
     first = sample_token(logits, temperature, top_p, _keys(key, jnp.int32(0), length.shape[0]), greedy=plan.greedy)
     allowed = budgets.tokens_kept_traced(budget, length)
@@ -235,7 +235,7 @@ def generate(
         raise ConfigError("generate was given no prompt; give at least one.")
     prompts = [check_tokens(p, lm.config, max_new_tokens) for p in prompts]
     shortest = min(len(p) for p in prompts)
-    policy = trained.policy.fit(budgets.tokens_kept(budget, shortest))
+    policy = trained.policy.bind(lm.tokenizer).fit(budgets.tokens_kept(budget, shortest))
     tokens, length = pad_prompts(prompts)
     plan = _make_plan(lm, policy, budget, tokens.shape[1], max_new_tokens, evict_every, temperature == 0.0)
     encoded = jnp.float32(budgets.encode(budget))

@@ -127,14 +127,34 @@ def _project(x: Array, weight: Array) -> Array:
     return out.reshape(*x.shape[:-1], *weight.shape[1:])
 
 
-def _qkv(p: Params, x: Array, position: Array, config: ModelConfig) -> tuple[Array, Array, Array]:
-    """Rotated q [B,T,N,H], rotated k [B,T,K,H] and v [B,T,K,H]."""
+def _qkv(p: Params, x: Array, position: Array, config: ModelConfig) -> tuple[Array, Array, Array, Array]:
+    """q [B,T,N,H] before and after its rotation, rotated k [B,T,K,H] and v [B,T,K,H]."""
     with jax.named_scope("qkv"):
         h = rms_norm(x, p["attn_norm"], config.norm_eps)
         q, k, v = _project(h, p["q"]), _project(h, p["k"]), _project(h, p["v"])
         if config.qkv_bias:
             q, k, v = (a + p[f"{n}_bias"][None, None] for a, n in ((q, "q"), (k, "k"), (v, "v")))
-        return rotate(q, position, config), rotate(k, position, config), v
+        return q, rotate(q, position, config), rotate(k, position, config), v
+
+
+def _moments(q: Array, position: Array) -> tuple[Array, Array]:
+    """Sum f32[B, N, H] and sum of outer products f32[B, N, H, H] of unrotated queries [B, T, N, H], outliers left out."""
+    q = jnp.where((position >= kv.QueryMoments.SKIP)[:, :, None, None], q.astype(jnp.float32), 0.0)
+    return jnp.sum(q, axis=1), jnp.einsum("btnh,btni->bnhi", q, q)
+
+
+def _projected(p: Params, v: Array) -> Array:
+    """L1 norms f32[B, N, T] of v [B, K, T, H] after each query head's part of the output projection."""
+    heads = v.shape[1]
+    weight = p["o"].reshape(heads, -1, *p["o"].shape[1:])  # [K, G, H, D]
+
+    def one(pair):  # head by head: the projected values of all heads would be N / G times as large as the activations
+        v_k, w_k = pair
+        out = jnp.einsum("bth,ghd->bgtd", v_k, w_k, preferred_element_type=jnp.float32)
+        return jnp.sum(jnp.abs(out), axis=-1)
+
+    norms = jax.lax.map(one, (v.swapaxes(0, 1), weight))  # [K, B, G, T]
+    return norms.swapaxes(0, 1).reshape(v.shape[0], -1, v.shape[2])
 
 
 def _finish(p: Params, x: Array, attended: Array, config: ModelConfig) -> Array:
@@ -194,17 +214,27 @@ def prefill(
 
     def body(carry, p, _):
         x, rows = carry
-        q, k, v = _qkv(p, x, index, config)
+        unrotated, q, k, v = _qkv(p, x, index, config)
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
         with jax.named_scope("attend"):
             attended, stats, layer_rows = attend_prompt(q, k, v, position, request, config.sliding_window)
         if rows is not None:
             rows = rows + layer_rows / config.num_layers  # type: ignore[operator]
-        return (_finish(p, x, attended, config), rows), (k, v, stats)
+        if request.projected:
+            norms = jnp.where(position[:, None] >= 0, _projected(p, v), 0.0)
+            stats = dataclasses.replace(stats, projected=norms)
+        moments = _moments(unrotated, position) if request.queries else None
+        return (_finish(p, x, attended, config), rows), (k, v, stats, moments)
 
     rows: Any = jnp.zeros((tokens.shape[0], request.rows, t), jnp.float32) if request.rows else None
-    (x, rows), (k, v, stats) = run_layers(body, (embed(params, tokens), rows), params["layers"], None)
-    return x, kv.from_prompt(k, v, position, stats, rows)
+    (x, rows), (k, v, stats, moments) = run_layers(body, (embed(params, tokens), rows), params["layers"], None)
+    queries = None
+    if moments is not None:
+        count = jnp.sum(position >= kv.QueryMoments.SKIP, axis=1).astype(jnp.float32)
+        frequencies = jnp.asarray(rope_frequencies(config))
+        frequencies = jnp.broadcast_to(frequencies[None], (count.shape[0], frequencies.shape[0]))
+        queries = kv.QueryMoments(count, moments[0].swapaxes(0, 1), moments[1].swapaxes(0, 1), frequencies)
+    return x, kv.from_prompt(k, v, position, stats, rows, queries)
 
 
 def last_logits(params: Params, config: ModelConfig, hidden: Array, length: Array) -> Array:
@@ -228,6 +258,19 @@ def extend(
     Returns:
       Hidden states [B, T, D] of the last layer and the new cache.
     """
+    x, cache, _ = extend_watched(params, config, tokens, cache, start, lambda probs, position: None)
+    return x, cache
+
+
+def extend_watched(
+    params: Params, config: ModelConfig, tokens: Array, cache: kv.Cache, start: Array | None,
+    watch: Callable[[Array, Array], Any],
+) -> tuple[Array, kv.Cache, Any]:  # fmt: skip
+    """`extend` that also looks at the attention: the third result is what `watch` returns, layer by layer.
+
+    Args:
+      watch: (probabilities f32[B, N, T, S], position of the slots int32[B, K, S]) of a layer -> any pytree.
+    """
     b, t = tokens.shape
     position = cache.length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
     shared = 0 if cache.prompt is None else cache.prompt.k.shape[3]
@@ -236,7 +279,7 @@ def extend(
     def body(carry, p, state):
         x, rows = carry
         layer, prompt = state
-        q, k, v = _qkv(p, x, position, config)
+        unrotated, q, k, v = _qkv(p, x, position, config)
         with jax.named_scope("cache_update"):
             filled = jnp.repeat(layer.position >= 0, group, axis=1)
             if start is None:
@@ -248,10 +291,18 @@ def extend(
             segments = ([] if prompt is None else [prompt]) + [Segment(layer.k, layer.v)]
             attended, probs = attend(q, segments, position, layer.position, config.sliding_window)
         with jax.named_scope("statistics"):
-            layer = dataclasses.replace(layer, stats=accumulate(layer.stats, probs, filled))
+            stats = accumulate(layer.stats, probs, filled)
+            if stats.projected is not None:
+                slots = shared + at[..., None] + jnp.arange(t, dtype=jnp.int32)[None, None]  # [B, K, T]
+                stats = dataclasses.replace(
+                    stats, projected=_put(stats.projected, _projected(p, v.swapaxes(1, 2)), slots)
+                )
+            layer = dataclasses.replace(layer, stats=stats)
             if rows is not None:
                 rows = rows + jnp.mean(probs, axis=1) / config.num_layers
-        return (_finish(p, x, attended, config), rows), layer
+            moments = None if cache.queries is None else _moments(unrotated, position)
+        seen = watch(probs, layer.position)
+        return (_finish(p, x, attended, config), rows), (layer, moments, seen)
 
     slots = kv.positions(cache).shape[-1]
     rows: Any = None if cache.rows is None else jnp.zeros((b, t, slots), jnp.float32)
@@ -260,11 +311,34 @@ def extend(
         state: Any = tuple(zip(cache.layers, prompt_layers, strict=True))
     else:
         state = (cache.layers, cache.prompt)
-    (x, rows), layers = run_layers(body, (embed(params, tokens), rows), params["layers"], state)
+    (x, rows), outs = run_layers(body, (embed(params, tokens), rows), params["layers"], state)
+    # Scanned, the results of all layers are stacked; unrolled, they are a tuple with one of each.
+    layers, moments, seen = tuple(zip(*outs, strict=True)) if isinstance(cache.layers, tuple) else outs
     new = dataclasses.replace(cache, layers=layers, length=cache.length + t)
-    if rows is None:
-        return x, new
-    return x, _add_rows(new, rows, position, kv.positions(cache)[0, :, 0] >= 0)
+    if cache.queries is not None:
+        new = dataclasses.replace(new, queries=_add_moments(cache.queries, moments, position))
+    if rows is not None:
+        new = _add_rows(new, rows, position, kv.positions(cache)[0, :, 0] >= 0)
+    return x, new, seen
+
+
+def _put(norms: Array, new: Array, slots: Array) -> Array:
+    """Writes f32[B, N, T] into f32[B, N, S] at slots int32[B, K, T] of the head's key/value head."""
+    b, n, s = norms.shape
+    heads = slots.shape[1]
+    grouped, new = norms.reshape(b, heads, n // heads, s), new.reshape(b, heads, n // heads, -1)
+    put = jax.vmap(jax.vmap(lambda old, fresh, at: old.at[:, at].set(fresh)))
+    return put(grouped, new, slots).reshape(b, n, s)
+
+
+def _add_moments(queries: kv.QueryMoments, moments: Any, position: Array) -> kv.QueryMoments:
+    if isinstance(moments[0], tuple):
+        moments = jax.tree.map(lambda *leaves: jnp.stack(leaves), *moments)
+    count = jnp.sum(position >= kv.QueryMoments.SKIP, axis=1).astype(jnp.float32)
+    total, outer = (m.swapaxes(0, 1) for m in moments)
+    return dataclasses.replace(
+        queries, count=queries.count + count, total=queries.total + total, outer=queries.outer + outer
+    )
 
 
 def _split_prompt(prompt: Segment) -> list[Segment]:
@@ -291,6 +365,6 @@ def full_logits(params: Params, config: ModelConfig, tokens: Array) -> Array:
 
 
 __all__ = [
-    "Params", "Stats", "TensorSpec", "embed", "extend", "full_logits", "init_params", "last_logits", "param_specs",
-    "prefill", "rms_norm", "rope_frequencies", "rotate", "run_layers", "unembed", "unstack",
+    "Params", "Stats", "TensorSpec", "embed", "extend", "extend_watched", "full_logits", "init_params", "last_logits",
+    "param_specs", "prefill", "rms_norm", "rope_frequencies", "rotate", "run_layers", "unembed", "unstack",
 ]  # fmt: skip

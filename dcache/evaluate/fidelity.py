@@ -23,7 +23,7 @@ from jax import Array
 from dcache import budget as budgets
 from dcache import cache as kv
 from dcache import model, rollout
-from dcache.attention import StatsRequest
+from dcache.attention import EMPTY, StatsRequest
 from dcache.config import ModelConfig
 from dcache.data.prompts import Prompt, is_correct
 from dcache.errors import ConfigError, DcacheError
@@ -135,6 +135,17 @@ def make_arms(methods: Mapping[str, Trained], budget_list: Sequence[float | int]
 _teach = jax.jit(rollout.teach, static_argnames=("config", "request", "decode"))
 
 
+@functools.partial(jax.jit, static_argnames=("config", "policies_"))
+def _observe(
+    params: model.Params, config: ModelConfig, tokens: Array, taught: rollout.Trajectories, policies_: tuple[Policy, ...]
+) -> rollout.Trajectories:  # fmt: skip
+    """Each policy's own passes over the prompts int32[B, S]; what counts of the continuation is shown to them."""
+    cache, continuation = taught.cache, jnp.where(taught.weight > 0, taught.continuation, EMPTY)
+    for policy in policies_:
+        cache = policy.observe(params, config, cache, tokens, continuation)
+    return dataclasses.replace(taught, cache=cache)
+
+
 def _decide(
     policies_: tuple[Policy, ...], weights: Any, caches: Sequence[kv.Cache], allowed: Array, key: Array
 ) -> Array:
@@ -149,8 +160,9 @@ def _decide(
 def _alone(cache: kv.Cache, arm: int) -> kv.Cache:
     """One arm of a stacked batch that shares a prompt, as a batch of one."""
     layers = jax.tree.map(lambda x: x[:, arm : arm + 1], cache.layers)
-    length, rows, entropy = jax.tree.map(lambda x: x[arm : arm + 1], (cache.length, cache.rows, cache.row_entropy))
-    return kv.Cache(layers, cache.prompt, length, rows, entropy)
+    rest = dataclasses.replace(cache, layers=None, prompt=None)
+    rest = jax.tree.map(lambda x: x[arm : arm + 1], rest)
+    return dataclasses.replace(rest, layers=layers, prompt=cache.prompt)
 
 
 @functools.partial(jax.jit, static_argnames=("policies_", "room", "once"))
@@ -306,6 +318,8 @@ def evaluate(
       DcacheError: a KL is not finite.
     """
     _check(prompts, arms, settings)
+    arms = [dataclasses.replace(arm, policy=arm.policy.bind(lm.tokenizer)) for arm in arms]
+    policies_ = tuple(dict.fromkeys(arm.policy for arm in arms))
     request = functools.reduce(lambda a, b: a | b, (arm.policy.needs for arm in arms))
     for kind in ("retrieval", "text"):
         chosen = [p for p in prompts if p.kind == kind]
@@ -313,7 +327,7 @@ def evaluate(
             block = chosen[at : at + settings.batch]
             if all(p.name in skip for p in block):
                 continue
-            taught = _read(lm, block, settings, request)
+            taught = _read(lm, block, settings, request, policies_)
             for i, prompt in enumerate(block):
                 if prompt.name not in skip:
                     yield _evaluate_one(lm, prompt, i, taught, arms, settings)
@@ -334,9 +348,9 @@ def _check(prompts: Sequence[Prompt], arms: Sequence[Arm], settings: Settings) -
 
 
 def _read(
-    lm: LanguageModel, block: Sequence[Prompt], settings: Settings, request: StatsRequest
-) -> rollout.Trajectories:
-    """The full-cache model's pass over up to `settings.batch` prompts, always in the same shape."""
+    lm: LanguageModel, block: Sequence[Prompt], settings: Settings, request: StatsRequest, policies_: tuple[Policy, ...]
+) -> rollout.Trajectories:  # fmt: skip
+    """The full-cache model's pass over up to `settings.batch` prompts, always in the same shape, and the policies' own."""
     rows = [*block, *[block[-1]] * (settings.batch - len(block))]
     tokens = np.zeros((len(rows), settings.length), np.int32)
     given = np.zeros((len(rows), settings.horizon), np.int32)
@@ -344,12 +358,14 @@ def _read(
         tokens[i, : len(prompt.tokens)] = prompt.tokens
         given[i, : len(prompt.continuation)] = prompt.continuation[: settings.horizon]
     own = block[0].kind == "retrieval"
-    return _teach(
+    taught = _teach(
         lm.params, lm.decode_params, lm.config, jnp.asarray(tokens),
         jnp.asarray([len(p.tokens) for p in rows], jnp.int32), jnp.asarray(given),
         jnp.asarray([min(len(p.continuation), settings.horizon) for p in rows], jnp.int32),
-        jnp.full((len(rows),), own), jnp.asarray(lm.tokenizer.eos_ids, jnp.int32), request, decode=own,
+        jnp.full((len(rows),), own), jnp.asarray(lm.tokenizer.eos_ids, jnp.int32),
+        dataclasses.replace(request, extra=()), decode=own,
     )  # fmt: skip
+    return _observe(lm.params, lm.config, jnp.asarray(tokens), taught, policies_)
 
 
 def _evaluate_one(

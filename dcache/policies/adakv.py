@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from dcache import budget as budgets
 from dcache.errors import ConfigError
+from dcache.policies.base import shared_counts
 from dcache.policies.wrapper import Wrapper
 
 
@@ -43,14 +44,7 @@ class AdaKV(Wrapper):
         safe = budgets.keep_top(scores, filled, jnp.broadcast_to(least[None, :, None], scores.shape[:-1]), protected)
         if protected is not None:
             safe |= protected & filled
-        l, b, k, s = scores.shape
-
-        def flat(x):
-            return x.reshape(l, b, k * s)
-
-        total = jnp.broadcast_to(k * budget[None], (l, b))
-        best = budgets.keep_top(flat(scores), flat(filled), total, flat(safe))
-        return jnp.sum(best.reshape(l, b, k, s), axis=-1, dtype=jnp.int32)
+        return shared_counts(scores, filled, budget, safe, layers=False)
 
     def most_kept(self, budget, seen, config):
         """One head takes what the floors of the others leave."""

@@ -10,7 +10,7 @@ from jax import Array
 
 from dcache import budget as budgets
 from dcache import cache as kv
-from dcache import signals
+from dcache import model, signals
 from dcache.attention import Segment, Stats, StatsRequest
 from dcache.config import ModelConfig
 from dcache.errors import BudgetError, ConfigError
@@ -36,6 +36,27 @@ class Policy:
     def needs(self) -> StatsRequest:
         """The attention statistics that `scores` reads; nothing else is computed."""
         return StatsRequest()
+
+    def bind(self, tokenizer: Any) -> "Policy":
+        """The policy with every setting that depends on the model's tokenizer filled in."""
+        del tokenizer
+        return self
+
+    def observe(
+        self, params: model.Params, config: ModelConfig, cache: kv.Cache, tokens: Array, continuation: Array | None
+    ) -> kv.Cache:  # fmt: skip
+        """Passes of its own that a method makes over the model after the prefill; most make none.
+
+        Args:
+          params: the language model's, stacked. cache: of the prompts, full, stacked, slot t holding token t.
+          tokens: int32[B, S], the prompts, padded on the right. continuation: int32[B, T], the text that will follow (`EMPTY`
+            after its end) where it is known, or None; only the oracle looks at it.
+
+        Returns:
+          The cache with the method's own statistics in `Stats.extra`.
+        """
+        del params, config, tokens, continuation
+        return cache
 
     def scores(self, params: Any, cache: kv.Cache, key: Array) -> Array:
         """Scores of all slots, higher = keep.
@@ -75,6 +96,18 @@ class Policy:
         """
         del filled, protected
         return jnp.broadcast_to(shaped(budget, self.granularity), scores.shape[:-1])
+
+    def decide(self, params: Any, cache: kv.Cache, budget: Array, key: Array) -> Array:
+        """Which slots stay, bool of the shape of the scores: the best of each keep-set's share, protected ones first.
+
+        Args:
+          budget: int32[B], tokens per keep-set (on average, if the policy allocates unequally).
+        """
+        scores = self.scores(params, cache, key).astype(jnp.float32)
+        mask = signals.filled(cache, self.granularity)
+        protected = self.protects(cache, budget)
+        allowed = self.allocate(scores, mask, self.allowance(budget, cache.length), protected)
+        return budgets.keep_top(scores, mask, allowed, protected)
 
     def most_kept(self, budget: int, seen: int, config: ModelConfig) -> int:
         """Upper bound of what `allocate` gives any one head of `seen` tokens, so that its slots can be allocated."""
@@ -138,12 +171,41 @@ def keep_set(policy: Policy, params: Any, cache: kv.Cache, budget: Array, key: A
 
     At most `budget` (int32[B]) per sequence, on average over layers and heads if the policy allocates unequally.
     """
-    scores = policy.scores(params, cache, key).astype(jnp.float32)
-    mask = signals.filled(cache, policy.granularity)
-    protected = policy.protects(cache, budget)
-    allowed = policy.allocate(scores, mask, policy.allowance(budget, cache.length), protected)
-    keep = budgets.keep_top(scores, mask, allowed, protected)
-    return spread(keep, cache, policy.granularity)
+    return spread(policy.decide(params, cache, budget, key), cache, policy.granularity)
+
+
+def read(
+    policy: Policy, params: model.Params, config: ModelConfig, tokens: Array, length: Array,
+    continuation: Array | None = None,
+) -> tuple[Array, kv.Cache]:  # fmt: skip
+    """Reads prompts as a policy needs it: hidden states [B, S, D] and the cache with all that its scores look at.
+
+    Args:
+      tokens: int32[B, S], padded on the right. length: int32[B]. continuation: see `Policy.observe`.
+    """
+    hidden, cache = model.prefill(params, config, tokens, length, policy.needs)
+    return hidden, policy.observe(params, config, cache, tokens, continuation)
+
+
+def shared_counts(scores: Array, filled: Array, budget: Array, safe: Array | None, *, layers: bool) -> Array:
+    """Tokens of each head among the best of all heads of a layer, or of the whole model: int32[L, B, K].
+
+    Args:
+      scores: f32[L, B, K, S]. filled: bool[L, B, K, S]. budget: int32[B], per head on average.
+      safe: bool[L, B, K, S] or None, tokens that stay in any case. layers: share among the heads of all layers.
+    """
+    l, b, k, s = scores.shape
+
+    def flat(x):
+        if layers:
+            return x.transpose(1, 0, 2, 3).reshape(1, b, l * k * s)
+        return x.reshape(l, b, k * s)
+
+    heads = l * k if layers else k
+    total = jnp.broadcast_to(heads * budget[None], (1 if layers else l, b))
+    best = budgets.keep_top(flat(scores), flat(filled), total, None if safe is None else flat(safe))
+    best = best.reshape(b, l, k, s).transpose(1, 0, 2, 3) if layers else best.reshape(l, b, k, s)
+    return jnp.sum(best, axis=-1, dtype=jnp.int32)
 
 
 def averaged(scores: Array, granularity: str) -> Array:
@@ -175,25 +237,38 @@ class Trained:
     params: Any
 
 
-def per_token(cache: kv.Cache, function: Callable[[Array, Array], Array]) -> Array:
+def later(cache: kv.Cache, name: str, granularity: signals.Granularity) -> Array:
+    """bool in the shape of the scores: tokens that came after a policy put its own statistic into `Stats.extra`."""
+    marked = jnp.isinf(statistics(cache, lambda stats: stats.extra[name]))
+    l, b, n, s = marked.shape
+    k = kv.positions(cache).shape[2]
+    per_head = jnp.any(marked.reshape(l, b, k, n // k, s), axis=3)
+    per = {"sequence": per_head[0, :, 0], "layer": per_head[:, :, 0], "head": per_head}[granularity]
+    return per & signals.filled(cache, granularity)
+
+
+def per_token(cache: kv.Cache, function: Callable[..., Array], *others: Array) -> Array:
     """A function of each token's key and value, read where they lie: f32[L, B, K, S].
 
     Args:
-      function: (k [B or 1, K, S', H], v) -> f32[B or 1, K, S']; a shared prompt is read once for all sequences.
+      function: (k [B or 1, K, S', H], v, *others of the layer) -> f32[B or 1, K, S']; a shared prompt is read once for all
+        sequences. others: arrays with a leading axis L.
     """
 
-    def one(layer: kv.LayerCache, prompt: Segment | None) -> Array:
-        own = function(layer.k, layer.v)
+    def one(state) -> Array:
+        (k, v), prompt, extra = state
+        own = function(k, v, *extra)
         if prompt is None:
             return own
-        shared = function(prompt.k, prompt.v)
+        shared = function(prompt.k, prompt.v, *extra)
         return jnp.concatenate([jnp.broadcast_to(shared, (own.shape[0], *shared.shape[1:])), own], axis=-1)
 
     if isinstance(cache.layers, tuple):
-        return jnp.stack([one(layer, _prompt_of(cache, i)) for i, layer in enumerate(cache.layers)])
-    if cache.prompt is None:
-        return jax.vmap(lambda layer: one(layer, None))(cache.layers)
-    return jax.vmap(one)(cache.layers, cache.prompt)
+        layers = enumerate(cache.layers)
+        return jnp.stack(
+            [one(((layer.k, layer.v), _prompt_of(cache, i), [o[i] for o in others])) for i, layer in layers]
+        )
+    return jax.lax.map(one, ((cache.layers.k, cache.layers.v), cache.prompt, others))
 
 
 def in_order(cache: kv.Cache, function: Callable[[Array, Array, Array], Array], position: Array) -> Array:

@@ -35,6 +35,14 @@ class Wrapper(Policy):
         """Fits the policy inside."""
         return dataclasses.replace(self, base=self.base.fit(budget))
 
+    def bind(self, tokenizer):
+        """Binds the policy inside."""
+        return dataclasses.replace(self, base=self.base.bind(tokenizer))
+
+    def observe(self, params, config, cache, tokens, continuation):
+        """What the policy inside observes."""
+        return self.base.observe(params, config, cache, tokens, continuation)
+
     def scores(self, params, cache, key):
         """The scores of the policy inside."""
         return self.base.scores(params, cache, key)
@@ -46,3 +54,11 @@ class Wrapper(Policy):
     def protected_tokens(self, budget):
         """What the policy inside protects."""
         return self.base.protected_tokens(budget)
+
+    def allocate(self, scores, filled, budget, protected):
+        """As the policy inside does."""
+        return self.base.allocate(scores, filled, budget, protected)
+
+    def most_kept(self, budget, seen, config):
+        """As the policy inside does."""
+        return self.base.most_kept(budget, seen, config)
