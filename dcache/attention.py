@@ -33,6 +33,7 @@ class StatsRequest:
       mass: attention mass that each slot received from all queries so far, per query head.
       last: attention of the most recent query, per query head.
       windows: for each width w in it, the attention mass of the w most recent queries is summed per query head.
+      spreads: for each width w in it, squares and surprisals of the attention of the w most recent queries are summed.
       rows: number of most recent queries whose attention, averaged over all heads and layers, is kept row by row (it
         gives the paper's entropy signal); 0 for none.
       projected: L1 norm of each value after its query head's output projection.
@@ -44,6 +45,7 @@ class StatsRequest:
     last: bool = False
     windows: tuple[int, ...] = ()
     rows: int = 0
+    spreads: tuple[int, ...] = ()
     projected: bool = False
     queries: bool = False
     extra: tuple[str, ...] = ()
@@ -55,6 +57,7 @@ class StatsRequest:
             self.last or other.last,
             tuple(sorted({*self.windows, *other.windows})),
             max(self.rows, other.rows),
+            tuple(sorted({*self.spreads, *other.spreads})),
             self.projected or other.projected,
             self.queries or other.queries,
             tuple(sorted({*self.extra, *other.extra})),
@@ -63,7 +66,7 @@ class StatsRequest:
     @property
     def tail(self) -> int:
         """How many of the last queries of a prompt are looked at one by one."""
-        return max(*self.windows, self.rows, int(self.last), 0)
+        return max(*self.windows, *self.spreads, self.rows, int(self.last), 0)
 
 
 @jax.tree_util.register_dataclass
@@ -76,6 +79,8 @@ class Stats:
       last: f32[B, N, S], probabilities of the most recent query.
       windows: width w -> f32[B, N, S], sum over the most recent w queries. Exact after a prefill; each later query
         multiplies it by `1 - 1/w` and adds its own, since per-head rows of the window would cost as much as the cache.
+      squares, surprisals: width w -> f32[B, N, S], sums of p^2 and of -p log p (nats) over the most recent w queries,
+        carried on like `windows`.
       projected: f32[B, N, S], L1 norm of the value after the query head's output projection.
       extra: name -> f32[B, N, S] of the prompt's tokens, put there by a policy; later tokens have `LATER`.
     """
@@ -83,6 +88,8 @@ class Stats:
     mass: Any = None
     last: Any = None
     windows: dict[int, Array] = dataclasses.field(default_factory=dict)
+    squares: dict[int, Array] = dataclasses.field(default_factory=dict)
+    surprisals: dict[int, Array] = dataclasses.field(default_factory=dict)
     projected: Any = None
     extra: dict[str, Array] = dataclasses.field(default_factory=dict)
 
@@ -218,14 +225,14 @@ def attend_prompt(
         if request.mass:
             mass = mass.at[:, :, :stop].add(partial)
     out = jnp.concatenate(outputs, axis=1)
-    last, windows, rows = _tail_statistics(q, k, v, position, request, sliding_window)
-    return out, Stats(mass if request.mass else None, last, windows), rows
+    stats, rows = _tail_statistics(q, k, v, position, request, sliding_window)
+    return out, dataclasses.replace(stats, mass=mass if request.mass else None), rows
 
 
 def _tail_statistics(q, k, v, position, request, sliding_window):
-    """Statistics of the last queries of each prompt: (last, windows, rows), None where not requested."""
+    """Statistics of the last queries of each prompt: `Stats` without `mass`, and rows or None."""
     if not request.tail:
-        return None, {}, None
+        return Stats(), None
     b, t = position.shape
     length = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)  # [B]
     # Row r holds the query at position p = length - 1 - ((length - 1 - r) % tail): its ring place is p % tail.
@@ -242,15 +249,27 @@ def _tail_statistics(q, k, v, position, request, sliding_window):
     def over(count):  # which of the tail's queries are among the last `count`
         return (real & (back < count)).astype(jnp.float32)
 
-    last = jnp.einsum("bnts,bt->bns", probs, over(1)) if request.last else None
-    windows = {w: jnp.einsum("bnts,bt->bns", probs, over(w)) for w in request.windows}
+    def summed(x, count):
+        return jnp.einsum("bnts,bt->bns", x, over(count))
+
+    stats = Stats(
+        last=summed(probs, 1) if request.last else None,
+        windows={w: summed(probs, w) for w in request.windows},
+        squares={w: summed(probs * probs, w) for w in request.spreads},
+        surprisals={w: summed(_surprisal(probs), w) for w in request.spreads},
+    )
     rows = None
     if request.rows:
         averaged = jnp.mean(probs, axis=1) * over(request.rows)[..., None]  # [B, tail, T]
         rows = jax.vmap(lambda ring, r, p: ring.at[p % request.rows].add(r))(
             jnp.zeros((b, request.rows, t), jnp.float32), averaged, index
         )
-    return last, windows, rows
+    return stats, rows
+
+
+def _surprisal(probs: Array) -> Array:
+    """-p log p, 0 where p is 0."""
+    return -jnp.where(probs > 0, probs * jnp.log(jnp.where(probs > 0, probs, 1.0)), 0.0)
 
 
 def accumulate(stats: Stats, probs: Array, filled: Array) -> Stats:
@@ -265,15 +284,21 @@ def accumulate(stats: Stats, probs: Array, filled: Array) -> Stats:
         return jnp.where(filled, old, 0.0)
 
     t = probs.shape[2]
-    windows = {}
-    for width, old in stats.windows.items():
-        decay = 1.0 - 1.0 / width
-        weights = jnp.asarray([decay ** (t - 1 - i) for i in range(t)], jnp.float32)
-        windows[width] = running(old) * decay**t + jnp.einsum("bnts,t->bns", probs, weights)
+
+    def decayed(sums, new):
+        out = {}
+        for width, old in sums.items():
+            decay = 1.0 - 1.0 / width
+            weights = jnp.asarray([decay ** (t - 1 - i) for i in range(t)], jnp.float32)
+            out[width] = running(old) * decay**t + jnp.einsum("bnts,t->bns", new, weights)
+        return out
+
     return Stats(
         mass=None if stats.mass is None else running(stats.mass) + probs.sum(axis=2),
         last=None if stats.last is None else probs[:, :, -1],
-        windows=windows,
+        windows=decayed(stats.windows, probs),
+        squares=decayed(stats.squares, probs * probs) if stats.squares else {},
+        surprisals=decayed(stats.surprisals, _surprisal(probs)) if stats.surprisals else {},
         projected=stats.projected,
         extra={name: jnp.where(filled, old, LATER) for name, old in stats.extra.items()},
     )

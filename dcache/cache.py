@@ -280,6 +280,8 @@ def restrict(cache: Cache, request: StatsRequest) -> Cache:
             mass=stats.mass if request.mass else None,
             last=stats.last if request.last else None,
             windows={w: stats.windows[w] for w in request.windows},
+            squares={w: stats.squares[w] for w in request.spreads},
+            surprisals={w: stats.surprisals[w] for w in request.spreads},
             projected=stats.projected if request.projected else None,
             extra={name: stats.extra[name] for name in request.extra},
         )

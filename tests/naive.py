@@ -20,6 +20,7 @@ from dcache.signals import ENTROPY_QUERIES, NEAR, WINDOW
 
 TINY = PRESETS["tiny"]
 EVERYTHING = StatsRequest(mass=True, last=True, windows=(WINDOW,), rows=ENTROPY_QUERIES)
+MORE = EVERYTHING | StatsRequest(projected=True, queries=True, spreads=(32,))
 
 prefill = jax.jit(model.prefill, static_argnums=(1, 4))
 extend = jax.jit(model.extend, static_argnums=1)
@@ -63,12 +64,18 @@ def read(tokens, request=EVERYTHING, config=TINY, params=None, pad=None):
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """What the reference knows: logits [T, V], attention [L, N, T, T], rotated keys and values [L, K, T, H]."""
+    """What the reference knows of a text.
+
+    logits [T, V], attention [L, N, T, T], rotated keys and values [L, K, T, H], queries before their rotation
+    [L, N, T, H], and the L1 norm of each value after its query head's output projection [L, N, T].
+    """
 
     logits: np.ndarray
     probs: np.ndarray
     keys: np.ndarray
     values: np.ndarray
+    queries: np.ndarray
+    projected: np.ndarray
 
     def log_probs(self):
         """[T, V]."""
@@ -98,13 +105,13 @@ def frequencies(config):
     return np.asarray(result)
 
 
-def _rotate(x, config):
-    """x [T, heads, H], token t at position t: pair i is (x[i], x[i + H/2])."""
+def rotate(x, config, start=0):
+    """x [T, heads, H], token t at position start + t: pair i is (x[i], x[i + H/2])."""
     half = config.head_dim // 2
     out = np.empty_like(x)
     for t in range(x.shape[0]):
         for i, freq in enumerate(frequencies(config)):
-            c, s = math.cos(t * freq), math.sin(t * freq)
+            c, s = math.cos((start + t) * freq), math.sin((start + t) * freq)
             a, b = x[t, :, i], x[t, :, i + half]
             out[t, :, i], out[t, :, i + half] = c * a - s * b, s * a + c * b
     return out
@@ -126,14 +133,16 @@ def forward(params, config, tokens, allowed=None):
     if allowed is None:
         allowed = np.ones((config.num_layers, config.num_kv_heads, count, count), bool)
     x = p["embed"][np.asarray(tokens)]
-    all_probs, keys, values = [], [], []
+    all_probs, keys, values, queries, projected = [], [], [], [], []
     for l in range(config.num_layers):
         w = {name: value[l] for name, value in p["layers"].items()}
         h = _norm(x, w["attn_norm"], config.norm_eps)
         q, k, v = (np.einsum("td,dnh->tnh", h, w[name]) for name in "qkv")
         if config.qkv_bias:
             q, k, v = q + w["q_bias"], k + w["k_bias"], v + w["v_bias"]
-        q, k = _rotate(q, config), _rotate(k, config)
+        queries.append(q.swapaxes(0, 1))
+        q, k = rotate(q, config), rotate(k, config)
+        projected.append([np.abs(v[:, n // group] @ w["o"][n]).sum(-1) for n in range(config.num_heads)])
         probs = np.zeros((config.num_heads, count, count))
         mixed = np.zeros((count, config.num_heads, config.head_dim))
         for n in range(config.num_heads):
@@ -154,14 +163,16 @@ def forward(params, config, tokens, allowed=None):
         values.append(v.swapaxes(0, 1))
     head = p["embed"].T if config.tie_embeddings else p["head"]
     logits = _norm(x, p["final_norm"], config.norm_eps) @ head
-    return Dense(logits, np.stack(all_probs), np.stack(keys), np.stack(values))
+    return Dense(
+        logits, np.stack(all_probs), np.stack(keys), np.stack(values), np.stack(queries), np.asarray(projected)
+    )  # fmt: skip
 
 
 PROMPT, STEPS = 70, 6  # longer than both windows (32 and 64)
 
 
 @functools.cache
-def decoded(kind, request=EVERYTHING):
+def decoded(kind, request=MORE):
     """A cache of two sequences (70 and 41 tokens) after 6 decode steps, and what the reference knows of each.
 
     Args:

@@ -14,7 +14,7 @@ from dcache.attention import StatsRequest
 from dcache.budget import tokens_kept
 from dcache.generate import bucket, sample_token
 from dcache.policies import make
-from dcache.policies.base import keep_set
+from dcache.policies.base import keep_set, read
 
 LONG = np.asarray(np.random.default_rng(0).integers(2, 64, 100), np.int32)
 SHORT = LONG[:41]
@@ -23,7 +23,7 @@ SHORT = LONG[:41]
 def naive_greedy(lm, prompt, policy, budget, evict_every, new):
     """One sequence in a cache that never shrinks: evict by mask, feed one token at a time."""
     length = jnp.asarray([len(prompt)], jnp.int32)
-    hidden, cache = model.prefill(lm.params, lm.config, jnp.asarray(prompt)[None], length, policy.needs)
+    hidden, cache = read(policy, lm.params, lm.config, jnp.asarray(prompt)[None], length)
     cache = kv.grow(cache, new)
     token = int(jnp.argmax(model.last_logits(lm.params, lm.config, hidden, length)[0]))
     out = [token]
@@ -44,9 +44,15 @@ def until_end(tokens, stop):
     return tokens[: cut[0] + 1] if cut else tokens
 
 
-@pytest.mark.parametrize("name,evict_every", [("h2o", 4), ("snapkv", 0), ("tova", 4), ("streaming_llm", 3)])
+@pytest.mark.parametrize(
+    "name,evict_every",
+    [
+        ("h2o", 4), ("snapkv", 0), ("tova", 4), ("streaming_llm", 3), ("adakv", 4), ("pyramidkv", 0), ("criticalkv", 4),
+        ("expected_attention", 4), ("kvzip", 4), ("rkv", 4), ("cake", 4),
+    ],
+)  # fmt: skip
 def test_equals_token_by_token_reference(tiny, name, evict_every):
-    policy = make(name).fit(40)
+    policy = make(name).bind(tiny.tokenizer).fit(40)
     got = dcache.generate(tiny, [LONG], policy, 40, max_new_tokens=14, evict_every=evict_every)
     want = until_end(naive_greedy(tiny, LONG, policy, 40, evict_every, 14), tiny.tokenizer.eos_ids)
     assert got.tokens[0].tolist() == want
@@ -60,7 +66,7 @@ def test_full_cache_equals_growing_prompt(tiny):
         sequence.append(token)
 
 
-@pytest.mark.parametrize("name", ["full", "h2o", "snapkv", "keydiff"])
+@pytest.mark.parametrize("name", ["full", "h2o", "snapkv", "keydiff", "adakv", "expected_attention", "kvzip"])
 def test_batch_equals_each_alone(tiny, name):
     both = dcache.generate(tiny, [LONG, SHORT], name, 40, max_new_tokens=9, evict_every=4)
     for prompt, tokens in zip([LONG, SHORT], both.tokens, strict=True):

@@ -85,16 +85,19 @@ class Policy:
         del seen
         return budget
 
-    def allocate(self, scores: Array, filled: Array, budget: Array, protected: Array | None) -> Array:
+    def allocate(
+        self, cache: kv.Cache, scores: Array, filled: Array, budget: Array, protected: Array | None
+    ) -> Array:  # fmt: skip
         """How many tokens each keep-set gets: by default the budget, for every layer and head.
 
         Args:
-          scores: as `scores` returns them. filled: bool[..., S]. budget: int32[B]. protected: bool[..., S] or None.
+          cache, scores: what `scores` was given and returned. filled: bool[..., S]. budget: int32[B].
+          protected: bool[..., S] or None.
 
         Returns:
           int32[...] of the shape of the scores without their last axis.
         """
-        del filled, protected
+        del cache, filled, protected
         return jnp.broadcast_to(shaped(budget, self.granularity), scores.shape[:-1])
 
     def decide(self, params: Any, cache: kv.Cache, budget: Array, key: Array) -> Array:
@@ -106,7 +109,7 @@ class Policy:
         scores = self.scores(params, cache, key).astype(jnp.float32)
         mask = signals.filled(cache, self.granularity)
         protected = self.protects(cache, budget)
-        allowed = self.allocate(scores, mask, self.allowance(budget, cache.length), protected)
+        allowed = self.allocate(cache, scores, mask, self.allowance(budget, cache.length), protected)
         return budgets.keep_top(scores, mask, allowed, protected)
 
     def most_kept(self, budget: int, seen: int, config: ModelConfig) -> int:
@@ -271,12 +274,11 @@ def per_token(cache: kv.Cache, function: Callable[..., Array], *others: Array) -
     return jax.lax.map(one, ((cache.layers.k, cache.layers.v), cache.prompt, others))
 
 
-def in_order(cache: kv.Cache, function: Callable[[Array, Array, Array], Array], position: Array) -> Array:
+def in_order(cache: kv.Cache, function: Callable[[Array, Array, Array], Array]) -> Array:
     """A function of each head's tokens in the order of their positions: f32[L, B, K, S].
 
     Args:
       function: (k f32[S, H], v f32[S, H], count int32 scalar) -> f32[S]; the `count` tokens come first, oldest first.
-      position: int32[L, B, K, S], of the slots.
     """
 
     def one(k: Array, v: Array, position: Array) -> Array:
@@ -284,7 +286,9 @@ def in_order(cache: kv.Cache, function: Callable[[Array, Array, Array], Array], 
         value = function(k[order].astype(jnp.float32), v[order].astype(jnp.float32), jnp.sum(position >= 0))
         return jnp.zeros_like(value).at[order].set(value)
 
-    def all_heads(layer: kv.LayerCache, prompt: Segment | None, position: Array) -> Array:
+    def all_heads(state) -> Array:
+        layer, prompt = state
+
         def whole(shared: Array | None, own: Array) -> Array:
             if shared is None:
                 return own
@@ -292,13 +296,12 @@ def in_order(cache: kv.Cache, function: Callable[[Array, Array, Array], Array], 
 
         k = whole(None if prompt is None else prompt.k, layer.k)
         v = whole(None if prompt is None else prompt.v, layer.v)
-        return jax.vmap(jax.vmap(one))(k, v, position)
+        return jax.vmap(jax.vmap(one))(k, v, layer.position)
 
     if isinstance(cache.layers, tuple):
-        return jnp.stack([all_heads(layer, _prompt_of(cache, i), position[i]) for i, layer in enumerate(cache.layers)])
-    if cache.prompt is None:
-        return jax.vmap(lambda layer, p: all_heads(layer, None, p))(cache.layers, position)
-    return jax.vmap(all_heads)(cache.layers, cache.prompt, position)
+        return jnp.stack([all_heads((layer, _prompt_of(cache, i))) for i, layer in enumerate(cache.layers)])
+    bare = kv.restrict(cache, StatsRequest())
+    return jax.lax.map(all_heads, (bare.layers, bare.prompt))
 
 
 def _prompt_of(cache: kv.Cache, layer: int) -> Segment | None:

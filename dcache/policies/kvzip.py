@@ -141,10 +141,10 @@ class KVzip(Policy):
         del budget
         return self.sinks
 
-    def allocate(self, scores, filled, budget, protected):
+    def allocate(self, cache, scores, filled, budget, protected):
         """By the scores of all heads together."""
         if self.scope == "head":
-            return super().allocate(scores, filled, budget, protected)
+            return super().allocate(cache, scores, filled, budget, protected)
         return shared_counts(scores, filled, budget, protected, layers=self.scope == "model")
 
     def most_kept(self, budget, seen, config):

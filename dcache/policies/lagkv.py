@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dcache.errors import ConfigError
-from dcache.policies.base import Policy, in_order, slot_positions
+from dcache.policies.base import Policy, in_order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class LagKV(Policy):
     def scores(self, params, cache, key):
         """Rank within the block, from 0 to 1."""
         del params, key
-        return in_order(cache, self._ranks, slot_positions(cache, "head"))
+        return in_order(cache, self._ranks)
 
     def _ranks(self, k: Array, v: Array, count: Array) -> Array:
         """Scores f32[S] of one head whose `count` (int32) tokens come first, in order: k, v f32[S, H]."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from conftest import LENGTH, Numbers, make_prompt
 
+import dcache
 from dcache import cache as kv
 from dcache import model, rollout
 from dcache.attention import StatsRequest
@@ -332,3 +333,16 @@ def test_few_arms_at_once_give_the_same(lm, prompts, arms, records, monkeypatch)
 def test_registered_policies_are_all_usable():
     for name in sorted(set(REGISTRY) - {"distillcache"}):
         assert fidelity.heuristic(name).policy.name == name
+
+
+def test_policies_that_look_themselves_agree_with_the_api(lm, prompts):
+    """The oracle sees the part of the continuation that counts; KVzip reads each prompt of the batch again."""
+    names = ("oracle", "kvzip", "expected_attention", "criticalkv")
+    methods = {name: fidelity.heuristic(name) for name in names} | {"oracle@layer": fidelity.heuristic("oracle@layer")}
+    text = [p for p in prompts if p.kind == "text"]
+    arms = fidelity.make_arms(methods, [12], min(len(p.tokens) for p in text))
+    for prompt, record in zip(text, fidelity.evaluate(lm, text, arms, SETTINGS), strict=True):
+        for arm in arms[1:]:
+            continuation = prompt.continuation[: SETTINGS.horizon]
+            want = dcache.fidelity(lm, prompt.tokens, continuation, arm.policy, 12).kl.mean()
+            assert record["arms"][arm.method]["12 tokens"]["kl"] == pytest.approx(want, abs=1e-4)

@@ -33,6 +33,8 @@ keep_set_jit = jax.jit(base.keep_set, static_argnums=0)
 
 
 EVERY["pyramidkv/layer"] = make("pyramidkv", granularity="layer")
+EVERY["kvzip/layer"] = make("kvzip", scope="layer")
+EVERY["oracle/sequence"] = make("oracle", granularity="sequence")
 EVERY["adakv/h2o"] = make("adakv", base=make("h2o"))
 
 
@@ -46,7 +48,7 @@ def weights_of(policy):
 
 def test_all_methods_are_registered():
     expected = """full random streaming_llm h2o observed_attention snapkv pyramidkv adakv tova keydiff knorm lagkv
-        distillcache""".split()
+        expected_attention criticalkv kvzip oracle rkv cake distillcache""".split()
     assert set(expected) <= set(policies())
     for name, policy in MODULE.REGISTRY.items():
         assert policy.name == name and policy.paper
@@ -106,12 +108,15 @@ def test_a_policy_must_define_scores():
 
 
 def with_needs(cache, policy):
-    """Restricted to what the policy asks for: it may read nothing else. SnapKV's own windows are made up."""
+    """Restricted to what the policy asks for: it may read nothing else. Its own windows and looks are made up."""
     layers = kv.stacked(cache)
     windows = {w: layers.stats.windows.get(w, layers.stats.last) for w in policy.needs.windows}
-    cache = dataclasses.replace(
-        cache, layers=dataclasses.replace(layers, stats=dataclasses.replace(layers.stats, windows=windows))
+    extra = {name: layers.stats.mass for name in policy.needs.extra}
+    squares, surprisals = (
+        {w: getattr(layers.stats, name)[32] for w in policy.needs.spreads} for name in ("squares", "surprisals")
     )
+    stats = dataclasses.replace(layers.stats, windows=windows, extra=extra, squares=squares, surprisals=surprisals)
+    cache = dataclasses.replace(cache, layers=dataclasses.replace(layers, stats=stats))
     return kv.restrict(cache, policy.needs)
 
 
@@ -174,7 +179,10 @@ def test_budget_smaller_than_what_is_protected():
         make("streaming_llm").fit(3)
     assert make("streaming_llm").fit(4) == make("streaming_llm")
     for name in policies():
-        if name != "streaming_llm":
+        if hasattr(make(name), "sinks") and name != "lagkv":
+            with pytest.raises(BudgetError, match=f"{name}.*4.*3"):
+                make(name).fit(3)
+        else:
             fitted = make(name).fit(1)  # one token is a legal budget for all others
             assert fitted.protected_tokens(1) <= 1
 

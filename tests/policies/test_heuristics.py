@@ -267,7 +267,7 @@ def test_lagkv_settings(bad):
 def layer_budgets(policy, layers, held, budget):
     """int[layers] of one sequence with `held` tokens."""
     shape = (layers, 1, K, held) if policy.granularity == "head" else (layers, 1, held)
-    got = policy.allocate(jnp.zeros(shape), jnp.ones(shape, bool), jnp.asarray([budget], jnp.int32), None)
+    got = policy.allocate(None, jnp.zeros(shape), jnp.ones(shape, bool), jnp.asarray([budget], jnp.int32), None)
     got = np.asarray(got).reshape(layers, -1)
     assert (got == got[:, :1]).all()
     return got[:, 0]
@@ -347,6 +347,223 @@ def test_adakv_settings():
         make("adakv", base=make("tova"))
     with pytest.raises(ConfigError, match="base is 'h2o'.*make"):
         make("adakv", base="h2o")
+
+
+def scores_close(policy, kind, score_of, rtol=2e-3):
+    """The policy's scores of the tokens that are left equal `score_of(dense, alive)` [L, K, T], NaN where free."""
+    cache, dense, alive, _ = naive.decoded(kind)
+    got = np.asarray(jax.jit(lambda c: policy.scores((), c, KEY))(cache))
+    for b in range(2):
+        count = alive[b].shape[-1]
+        have = naive.by_position(got[:, b], np.asarray(kv.positions(cache))[:, b], count)
+        want = np.where(alive[b], score_of(dense[b], alive[b]), np.nan)
+        checked = ~np.isnan(want)
+        np.testing.assert_allclose(have[checked], want[checked], rtol=rtol, atol=1e-6)
+
+
+def expected_attention(dense, alive, future, sinks, covariance, value_norm, epsilon):
+    layers, heads, count, width = dense.queries.shape
+    out = np.full(alive.shape, np.nan)
+    for l in range(layers):
+        of_heads = np.zeros((heads, count))
+        for n in range(heads):
+            # Rotating is linear: the average rotation of a vector, and of every row and column of a matrix.
+            def turned(x):  # [rows, H] -> every row under the average rotation
+                rows = np.broadcast_to(x[None], (future, *x.shape))
+                return naive.rotate(rows, TINY, start=count).mean(0)
+
+            q = dense.queries[l, n, 4:]
+            mean = turned(q.mean(0)[None])[0]
+            spread = turned(turned(np.cov(q.T, bias=True)).T)
+            keys = dense.keys[l, n // G]
+            logit = keys @ mean / np.sqrt(width)
+            if covariance:
+                logit += np.einsum("th,hi,ti->t", keys, spread, keys) / (2 * width)
+            counted = alive[l, n // G] & (np.arange(count) >= sinks)
+            of_heads[n] = np.where(counted, np.exp(logit), 0) / np.exp(logit[counted]).sum()
+        attention = of_heads.reshape(K, G, count).mean(1)
+        size = np.sqrt((dense.values[l] ** 2).sum(-1)) if value_norm else 1.0
+        out[l] = np.where(np.arange(count) >= sinks, (attention + epsilon) * size, np.nan)
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("settings", [{}, dict(future=3, sinks=6, covariance=False, value_norm=False, epsilon=0.5)])
+def test_expected_attention(kind, settings):
+    policy = make("expected_attention", **settings)
+    known = {name: getattr(policy, name) for name in ("future", "sinks", "covariance", "value_norm", "epsilon")}
+    scores_close(policy, kind, lambda dense, alive: expected_attention(dense, alive, **known))
+    cache, _, alive, _ = naive.decoded(kind)
+    for b in range(2):
+        kept = kept_tokens(policy, cache, (30, 9), b, alive[b].shape[-1])
+        assert kept[..., : policy.sinks].sum() == alive[b][..., : policy.sinks].sum()  # the sinks stay
+
+
+def test_expected_attention_of_a_cache_of_sinks():
+    _, cache = naive.read([naive.some_tokens(3)], naive.MORE)
+    assert np.isfinite(make("expected_attention").scores((), cache, KEY)).all()
+
+
+@pytest.mark.parametrize("bad", [{"future": 0}, {"sinks": -1}, {"epsilon": -1.0}])
+def test_expected_attention_settings(bad):
+    with pytest.raises(ConfigError, match="expected_attention: future is"):
+        make("expected_attention", **bad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", ["h2o", "adakv"])
+def test_criticalkv(kind, share, name):
+    base = make("h2o") if name == "h2o" else make("adakv", base=make("observed_attention"))
+    policy = make("criticalkv", base=base, first_share=share)
+    cache, dense, alive, _ = naive.decoded(kind)
+    for b, budget in enumerate((30, 9)):
+        count = alive[b].shape[-1]
+        if name == "h2o":
+            first = grouped(dense[b].probs.sum(2))
+            newest = np.broadcast_to(np.arange(count) >= count - budget // 2, alive[b].shape)
+        else:
+            first, newest = naive.signal("alpha", dense[b], alive[b], None, "head"), np.zeros(alive[b].shape, bool)
+        second = (first + 1e-4) * grouped(dense[b].projected)
+        sizes = kept_tokens(base, cache, (30, 9), b, count).sum(-1)  # what the policy inside gives each head
+        got = kept_tokens(policy, cache, (30, 9), b, count)
+        for l in range(L):
+            for k in range(K):
+                part = int(share * sizes[l, k])
+                stays = naive.top(first[l, k], alive[b][l, k], part, newest[l, k]) | newest[l, k]
+                want = naive.top(second[l, k], alive[b][l, k], sizes[l, k], stays)
+                np.testing.assert_array_equal(got[l, k], want)
+
+
+@pytest.mark.parametrize("bad", [{"first_share": 1.1}, {"epsilon": -1.0}])
+def test_criticalkv_settings(bad):
+    with pytest.raises(ConfigError, match="criticalkv: first_share"):
+        make("criticalkv", **bad)
+    with pytest.raises(ConfigError, match="tova decides per layer"):
+        make("criticalkv", base=make("tova"))
+
+
+def rkv_score(dense, alive, prompt, window, kernel, share, threshold):
+    count = alive.shape[-1]
+    total = naive.window_sum(dense.probs, prompt, window)
+    out = np.full(alive.shape, np.nan)
+    for l in range(L):
+        for k in range(K):
+            tokens = np.flatnonzero(alive[l, k])
+            before = tokens < count - window
+            rows = np.where(before, total[l, k * G : (k + 1) * G][:, tokens], 0)
+            best = (rows / rows.sum(-1, keepdims=True)).max(0)
+            near = [best[max(0, i - kernel // 2) : i + kernel // 2 + 1].max() for i in range(len(tokens))]
+            unit = dense.keys[l, k, tokens] / np.sqrt((dense.keys[l, k, tokens] ** 2).sum(-1, keepdims=True))
+            cosine = unit @ unit.T
+            for i in range(len(tokens)):
+                cosine[i, i] = 0
+                same = np.flatnonzero(cosine[i] > threshold)
+                if len(same):
+                    cosine[i, same[-1]] = 0  # the latest repetition of token i is not redundant on its account
+            repeats = np.exp(cosine.mean(0)) / np.exp(cosine.mean(0)).sum()
+            out[l, k, tokens] = share * np.asarray(near) - (1 - share) * repeats
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("settings", [{}, dict(window=32, kernel=3, share=0.7, threshold=0.2)])
+def test_rkv(kind, settings):
+    policy = make("rkv", **settings)
+    cache, dense, alive, lengths = naive.decoded(kind, naive.MORE | StatsRequest(windows=(8,)))
+    got = np.asarray(jax.jit(lambda c: policy.scores((), c, KEY))(cache))
+    for b, prompt in enumerate(lengths):
+        count = alive[b].shape[-1]
+        have = naive.by_position(got[:, b], np.asarray(kv.positions(cache))[:, b], count)
+        want = rkv_score(
+            dense[b], alive[b], prompt, policy.width, policy.kernel, policy.share, policy.threshold
+        )  # fmt: skip
+        np.testing.assert_allclose(have[alive[b]], want[alive[b]], rtol=2e-3, atol=1e-6)
+        kept = kept_tokens(policy, cache, (40, 36), b, count)
+        newest = alive[b] & (np.arange(count) >= count - policy.width)
+        assert kept[newest].all() and (kept.sum(-1) == np.minimum((40, 36)[b], alive[b].sum(-1))).all()
+
+
+def test_rkv_keeps_the_latest_of_repeated_keys():
+    k = jnp.asarray(np.eye(8)[[0, 1, 0, 2, 0, 3, 4, 5]], jnp.float32)  # token 0 comes again at 2 and 4
+    redundancy = np.asarray(make("rkv")._redundancy(k, k, jnp.int32(8)))
+    assert redundancy[0] > redundancy[4] and redundancy[2] > redundancy[4] and redundancy[4] >= redundancy[1]
+    np.testing.assert_allclose(redundancy.sum(), 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [{"window": 0}, {"kernel": 2}, {"share": 1.5}, {"threshold": 2.0}])
+def test_rkv_settings(bad):
+    with pytest.raises(ConfigError, match="rkv: "):
+        make("rkv", **bad)
+    with pytest.raises(BudgetError, match="window of 8.*8"):
+        make("rkv", window=8).fit(8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("settings", [{}, dict(kernel=3, gamma=5.0, tau1=1.6, tau2=0.4)])
+def test_cake(kind, settings):
+    policy = make("cake", window=32, **settings)
+    cache, dense, alive, lengths = naive.decoded(kind)
+    got = np.asarray(jax.jit(lambda c: policy.scores((), c, KEY))(cache))
+    preferred = np.asarray(jax.jit(policy.preferences)(cache))
+    for b, prompt in enumerate(lengths):
+        count = alive[b].shape[-1]
+        probs = dense[b].probs
+        of_probs = np.where(probs > 0, -probs * np.log(np.where(probs > 0, probs, 1)), 0)
+        outside = np.repeat(alive[b] & (np.arange(count) < count - 32), G, axis=1)
+        mean, squares, surprisal = (
+            np.where(outside, naive.window_sum(x, prompt, 32) / 32, 0) for x in (probs, probs**2, of_probs)
+        )
+        variance = (squares - mean**2) * 32 / 31
+        want = (32 * surprisal.sum((1, 2))) ** (1 / policy.tau1) * variance.sum((1, 2)) ** (1 / policy.tau2)
+        np.testing.assert_allclose(preferred[:, b], want, rtol=5e-3)
+        have = naive.by_position(got[:, b], np.asarray(kv.positions(cache))[:, b], count)
+        raw = mean + policy.gamma * variance
+        for l in range(L):
+            for k in range(K):
+                tokens = np.flatnonzero(alive[b][l, k])
+                rows, side = raw[l, k * G : (k + 1) * G][:, tokens], policy.kernel // 2
+                near = [rows[:, max(0, i - side) : i + side + 1].sum() / policy.kernel / G for i in range(len(tokens))]
+                np.testing.assert_allclose(have[l, k, tokens], near, rtol=5e-3, atol=1e-6)
+        kept = kept_tokens(policy, cache, (40, 36), b, count).sum(-1)
+        budget, held = (40, 36)[b], alive[b].sum(-1).max(-1)
+        assert kept.max() <= policy.most_kept(budget, count, TINY)
+        if kind != "head":
+            assert kept.sum() == K * min(L * budget, held.sum()) and (kept == kept[:, :1]).all()
+
+
+def test_cake_shares_in_proportion():
+    from dcache.policies.cake import proportional
+
+    def shares(weights, limit, total):
+        got = proportional(
+            jnp.asarray(weights, jnp.float32)[:, None],
+            jnp.asarray(limit, jnp.int32)[:, None],
+            jnp.asarray([total], jnp.int32),
+        )
+        return np.asarray(got)[:, 0].tolist()
+
+    assert shares([1, 2, 3], [100, 100, 100], 60) == [10, 20, 30]
+    assert shares([1, 2, 3], [100, 100, 15], 60) == [15, 30, 15]  # what the third cannot take goes to the others
+    assert shares([1, 1, 1], [9, 9, 9], 11) == [4, 4, 3]
+    assert shares([1, 2, 3], [4, 5, 6], 100) == [4, 5, 6]
+    assert shares([1, 2, 3], [4, 5, 6], 0) == [0, 0, 0]
+    assert shares([0, 0, 0], [9, 9, 9], 6) == [2, 2, 2]
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        limit = rng.integers(0, 500, 30)
+        total = int(rng.integers(0, limit.sum() + 1))
+        weights = np.exp(rng.normal(0, 4, 30))
+        got = np.asarray(shares(weights, limit, total))
+        assert got.sum() == total and (got <= limit).all() and (got >= 0).all()
+
+
+@pytest.mark.parametrize("bad", [{"window": 1}, {"kernel": 2}, {"gamma": -1.0}, {"tau1": 0.0}, {"tau2": -1.0}])
+def test_cake_settings(bad):
+    with pytest.raises(ConfigError, match="cake: "):
+        make("cake", **bad)
+    with pytest.raises(BudgetError, match="window of 32.*32"):
+        make("cake", window=32).fit(32)
 
 
 def test_random_is_a_function_of_the_key():
