@@ -382,13 +382,14 @@ def expected_attention(dense, alive, future, sinks, covariance, value_norm, epsi
             counted = alive[l, n // G] & (np.arange(count) >= sinks)
             of_heads[n] = np.where(counted, np.exp(logit), 0) / np.exp(logit[counted]).sum()
         attention = of_heads.reshape(K, G, count).mean(1)
-        size = np.sqrt((dense.values[l] ** 2).sum(-1)) if value_norm else 1.0
-        out[l] = np.where(np.arange(count) >= sinks, (attention + epsilon) * size, np.nan)
+        if value_norm:
+            attention = (attention + epsilon) * np.sqrt((dense.values[l] ** 2).sum(-1))
+        out[l] = np.where(np.arange(count) >= sinks, attention, np.nan)
     return out
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("settings", [{}, dict(future=3, sinks=6, covariance=False, value_norm=False, epsilon=0.5)])
+@pytest.mark.parametrize("settings", [dict(epsilon=0.5), dict(future=3, sinks=6, covariance=False, value_norm=False)])
 def test_expected_attention(kind, settings):
     policy = make("expected_attention", **settings)
     known = {name: getattr(policy, name) for name in ("future", "sinks", "covariance", "value_norm", "epsilon")}
@@ -416,14 +417,17 @@ def test_expected_attention_settings(bad):
 def test_criticalkv(kind, share, name):
     base = make("h2o") if name == "h2o" else make("adakv", base=make("observed_attention"))
     policy = make("criticalkv", base=base, first_share=share)
-    cache, dense, alive, _ = naive.decoded(kind)
+    cache, dense, alive, lengths = naive.decoded(kind)
     for b, budget in enumerate((30, 9)):
         count = alive[b].shape[-1]
         if name == "h2o":
             first = grouped(dense[b].probs.sum(2))
             newest = np.broadcast_to(np.arange(count) >= count - budget // 2, alive[b].shape)
         else:
-            first, newest = naive.signal("alpha", dense[b], alive[b], None, "head"), np.zeros(alive[b].shape, bool)
+            first, newest = (
+                naive.signal("alpha", dense[b], alive[b], lengths[b], "head"),
+                np.zeros(alive[b].shape, bool),
+            )
         second = (first + 1e-4) * grouped(dense[b].projected)
         sizes = kept_tokens(base, cache, (30, 9), b, count).sum(-1)  # what the policy inside gives each head
         got = kept_tokens(policy, cache, (30, 9), b, count)
