@@ -57,7 +57,7 @@ class KVzip(Policy):
     def bind(self, tokenizer):
         """Encodes the instructions."""
         # What the chat template puts after any message: the ids that two different ones have in common at their ends.
-        one, other = (tokenizer.chat(text).tolist() for text in ("0", "x"))
+        one, other = (tokenizer.chat(text).tolist() for text in ("0", "1"))
         same = 0
         while same < min(len(one), len(other)) and one[-1 - same] == other[-1 - same]:
             same += 1
