@@ -55,7 +55,9 @@ class KVzip(Policy):
             )
 
     def bind(self, tokenizer):
-        """Encodes the instructions."""
+        """Encodes the instructions, unless they were given."""
+        if self.instructions:
+            return self
         # What the chat template puts after any message: the ids that two different ones have in common at their ends.
         one, other = (tokenizer.chat(text).tolist() for text in ("0", "1"))
         same = 0

@@ -15,7 +15,7 @@ from dcache.attention import StatsRequest
 from dcache.budget import encode, tokens_kept
 from dcache.errors import BudgetError, ConfigError, DcacheError
 from dcache.evaluate import fidelity
-from dcache.policies import REGISTRY
+from dcache.policies import REGISTRY, make
 from dcache.policies.base import Trained, keep_set
 from dcache.policies.distillcache import DistillCache
 
@@ -337,8 +337,9 @@ def test_registered_policies_are_all_usable():
 
 def test_policies_that_look_themselves_agree_with_the_api(lm, prompts):
     """The oracle sees the part of the continuation that counts; KVzip reads each prompt of the batch again."""
-    names = ("oracle", "kvzip", "expected_attention", "criticalkv")
-    methods = {name: fidelity.heuristic(name) for name in names} | {"oracle@layer": fidelity.heuristic("oracle@layer")}
+    names = ("oracle", "oracle@layer", "expected_attention", "criticalkv")
+    methods = {name: fidelity.heuristic(name) for name in names}
+    methods["kvzip"] = Trained(make("kvzip", instructions=((3, 5, 7), (4,), (6, 2))), ())
     text = [p for p in prompts if p.kind == "text"]
     arms = fidelity.make_arms(methods, [12], min(len(p.tokens) for p in text))
     for prompt, record in zip(text, fidelity.evaluate(lm, text, arms, SETTINGS), strict=True):
