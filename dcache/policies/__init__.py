@@ -31,15 +31,22 @@ def make(name: str, **settings: Any) -> Policy:
     """A policy by name, with its own fields as settings.
 
     Raises:
-      ConfigError: unknown name or setting.
+      ConfigError: unknown name or setting, or a setting of the wrong type.
     """
     if name not in REGISTRY:
         raise ConfigError(f"Unknown policy {name!r}; the policies are {', '.join(sorted(REGISTRY))}.")
-    fields = {f.name for f in dataclasses.fields(REGISTRY[name])}
+    defaults = {f.name: f.default for f in dataclasses.fields(REGISTRY[name])}
+    fields = set(defaults)
     unknown = sorted(set(settings) - fields)
     if unknown:
         has = f"its settings are {', '.join(sorted(fields))}" if fields else "it has no settings"
         raise ConfigError(f"Policy {name!r} has no setting {', '.join(unknown)}; {has}.")
+    for setting, value in settings.items():
+        kind = type(defaults[setting])
+        allowed = (int, float) if kind is float else (int, type(None)) if defaults[setting] is None else (kind,)
+        if kind in (bool, int, float, str, type(None)) and type(value) not in allowed:
+            wanted = " or ".join(t.__name__ for t in allowed)
+            raise ConfigError(f"Policy {name!r}: setting {setting} is {value!r}; give a value of type {wanted}.")
     return REGISTRY[name](**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
 
 

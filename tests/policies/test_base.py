@@ -67,6 +67,21 @@ def test_unknown_names_and_settings():
         make("keydiff", granularity="layer")  # a class attribute, not a setting
 
 
+@pytest.mark.parametrize(
+    "name,settings,kind",
+    [
+        ("cake", {"gamma": "x"}, "int or float"), ("kvzip", {"part": 16.5}, "int"),
+        ("snapkv", {"window": 8.0}, "int or NoneType"),
+        ("pyramidkv", {"kvpress": 1}, "bool"), ("h2o", {"granularity": None}, "str"), ("h2o", {"recent_share": None}, "float"),
+        ("streaming_llm", {"sinks": True}, "int"),
+    ],
+)  # fmt: skip
+def test_settings_of_the_wrong_type(name, settings, kind):
+    with pytest.raises(ConfigError, match=f"{name}.*{next(iter(settings))} is .*type .*{kind}"):
+        make(name, **settings)
+    assert make("snapkv", window=8).window == 8 and make("cake", gamma=5).gamma == 5
+
+
 def test_settings_reach_the_policy_and_lists_become_tuples():
     assert make("streaming_llm", sinks=7).sinks == 7
     policy = make("distillcache", signals=["pos", "alpha"])
