@@ -47,8 +47,8 @@ def get_config(variant: str = "") -> ConfigDict:
         dataclasses.asdict(DistillCache(prior=tuple(prior.get(name, 0.0) for name in EXTENDED_SIGNALS)))
     )
     learn = DistillConfig(
-        steps=400, horizon=12, evict_every=0, samples=12, ratios=(0.25,), learning_rate=3e-3, warmup_steps=20,
-        final_rate=0.1, entropy_bonus=0.0,
+        steps=500, horizon=12, evict_every=0, samples=12, ratios=(0.25,), learning_rate=3e-3, warmup_steps=20,
+        final_rate=0.1, entropy_bonus=0.0, average=0.99,
     )  # fmt: skip
     config.learn = ConfigDict(dataclasses.asdict(learn))
     config.eval = ConfigDict(
@@ -66,7 +66,7 @@ def get_config(variant: str = "") -> ConfigDict:
         config.learn.update(steps=6, horizon=8, samples=4, warmup_steps=1)
         config.eval.update(prompts=2, horizon=8)
     elif variant == "demo":
-        config.learn.update(steps=120)
+        config.learn.update(steps=120, average=0.95)
         config.eval.update(prompts=24)
     elif variant == "sequential":
         config.data.trajectory = "teacher"

@@ -55,7 +55,14 @@ def resolve(policy: str | os.PathLike[str] | Policy | Trained, **settings: Any) 
             raise ConfigError(
                 f"Settings {sorted(settings)} were given with a policy object; set its own fields instead."
             )
+        if isinstance(policy, Policy) and hasattr(policy, "init"):
+            raise ConfigError(
+                f"A {policy.name!r} policy was given without its weights; give its name, the folder of a trained one, or a "
+                "Trained(policy, params)."
+            )
         return policy if isinstance(policy, Trained) else Trained(policy, ())
+    if not isinstance(policy, str | os.PathLike) or not os.fspath(policy):
+        raise ConfigError(f"policy is {policy!r}; give a policy's name, the folder of a trained one, or a policy object.")
     name = os.fspath(policy)
     if name in REGISTRY:
         if not hasattr(REGISTRY[name], "init"):
@@ -67,6 +74,8 @@ def resolve(policy: str | os.PathLike[str] | Policy | Trained, **settings: Any) 
             )
     elif pathlib.Path(name).exists():
         path = pathlib.Path(name)
+    elif "/" in name or os.sep in name or isinstance(policy, os.PathLike):
+        raise ConfigError(f"There is no folder {name!r}; give the folder of a trained policy, or a policy's name.")
     else:
         make(name)  # raises, and lists the names
     if settings:

@@ -236,7 +236,7 @@ def _tail_statistics(q, k, v, position, request, sliding_window):
     b, t = position.shape
     length = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)  # [B]
     # Row r holds the query at position p = length - 1 - ((length - 1 - r) % tail): its ring place is p % tail.
-    tail = request.tail
+    tail = min(request.tail, t)  # a window may be longer than the prompt
     back = (length[:, None] - 1 - jnp.arange(tail, dtype=jnp.int32)[None]) % tail  # [B, tail], 0 = most recent
     at = length[:, None] - 1 - back
     query_position = jnp.where(at >= 0, at, EMPTY)

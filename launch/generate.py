@@ -64,8 +64,12 @@ def main(argv: list[str]) -> None:
     common.use_compilation_cache()
     experiment, prompt, budget = from_config(_CONFIG.value), _prompt(), check(_budget(_BUDGET.value))
     trained = Path(_WORKDIR.value or common.default_workdir(experiment)) / "policy"
-    name = _POLICY.value or (str(trained) if trained.exists() else "distillcache")
+    # A run that was named must have a policy; the default one may not have been trained yet.
+    shipped = not (_POLICY.value or _WORKDIR.value or trained.exists())
+    name = _POLICY.value or ("distillcache" if shipped else str(trained))
     policy = dcache.resolve(name)
+    if shipped and experiment.model != "smollm2":
+        print(f"note: no policy was trained for {experiment.model!r} yet; using the one for 'smollm2'", file=sys.stderr)
     lm = dcache.load(experiment.model, experiment.dtype)
 
     def write(text: str) -> None:
@@ -80,7 +84,7 @@ def main(argv: list[str]) -> None:
     def report(label: str, result: dcache.Generation) -> None:
         print(
             f"{label:<24} {result.tokens_per_second:7.1f} tokens/s   cache {result.cache_bytes / 1e6:8.1f} MB "
-            f"({100 * result.cache_bytes / result.full_cache_bytes:5.1f}% of full)   prompt {result.prompt_tokens} tokens in "
+            f"({100 * result.cache_bytes / result.full_cache_bytes:5.1f}% of what the tokens need)   prompt {result.prompt_tokens} tokens in "
             f"{result.prefill_seconds:.1f} s",
             file=sys.stderr,
         )

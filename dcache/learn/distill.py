@@ -36,6 +36,8 @@ class DistillConfig:
       baseline_decay: decay of the moving average of the return. standardise: divide advantages by their standard deviation.
       learning_rate, warmup_steps, final_rate: linear warm-up, then cosine to `final_rate` times the peak.
       weight_decay, clip_norm: of AdamW and of the gradient.
+      average: decay of the moving average of the weights, which is the trained policy (Polyak averaging: the updates are
+        noisy, their mean is less so); 0 takes the last weights, as the paper does.
     """
 
     steps: int = 10_000
@@ -55,6 +57,7 @@ class DistillConfig:
     final_rate: float = 0.0
     weight_decay: float = 1e-4
     clip_norm: float = 1.0
+    average: float = 0.0
 
     def __post_init__(self):
         subset.check_law(self.law)
@@ -65,6 +68,10 @@ class DistillConfig:
             raise ConfigError(f"ratios are {self.ratios}; give one or more budget ratios in (0, 1].")
         if self.entropy_form not in ("score", "direct"):
             raise ConfigError(f"entropy_form is {self.entropy_form!r}; use 'score' or 'direct'.")
+        if self.steps < 1:
+            raise ConfigError(f"steps is {self.steps}; train for 1 or more.")
+        if not 0.0 <= self.average < 1.0:
+            raise ConfigError(f"average is {self.average}; give a decay in [0, 1).")
         if not 0 <= self.warmup_steps < self.steps:
             raise ConfigError(f"warmup_steps is {self.warmup_steps} of {self.steps} steps; warm up for fewer than all.")
 
@@ -80,11 +87,13 @@ class TrainState:
     """All that changes during training, one pytree, donated from step to step.
 
     Attributes:
-      params: policy weights. opt_state: of the optimiser. step: int32 scalar, updates done = position in the data.
+      params: policy weights. average: their moving average, what is saved as the trained policy.
+      opt_state: of the optimiser. step: int32 scalar, updates done = position in the data.
       baseline: f32 scalar, moving average of the return of the first decision.
     """
 
     params: Any
+    average: Any
     opt_state: Any
     step: Array
     baseline: Array
@@ -107,7 +116,7 @@ def optimiser(config: DistillConfig) -> optax.GradientTransformation:
 def init_state(key: Array, policy: DistillCache, config: DistillConfig) -> TrainState:
     """A fresh state: weights from `key`, step 0."""
     params = policy.init(key)
-    return TrainState(params, optimiser(config).init(params), jnp.int32(0), jnp.float32(0.0))
+    return TrainState(params, jax.tree.map(jnp.copy, params), optimiser(config).init(params), jnp.int32(0), jnp.float32(0.0))
 
 
 def decision_log_probs(policy: DistillCache, params: Any, rolled: Decisions, law: subset.Law, most: int) -> Array:
@@ -133,6 +142,13 @@ def advantages(
     if config.standardise:
         value = value / jnp.maximum(jnp.std(value, axis=0, keepdims=True), 1e-6)
     return value, returns
+
+
+def _moving_average(average: Any, params: Any, step: Array, decay: float) -> Any:
+    """The plain mean of the weights so far until it spans 1 / (1 - decay) steps, then their moving average."""
+    done = step.astype(jnp.float32)
+    kept = jnp.minimum(decay, done / (done + 1.0))
+    return jax.tree.map(lambda old, new: kept * old + (1.0 - kept) * new, average, params)
 
 
 def train_step(
@@ -174,8 +190,10 @@ def train_step(
     mean_return = jnp.mean(returns[:, 0])
     kl = jnp.sum(rolled.kl * weight[None], axis=1) / jnp.maximum(jnp.sum(weight), 1.0)  # [A], mean over counted tokens
     decay = jnp.where(state.step == 0, 0.0, config.baseline_decay)
+    new_params = optax.apply_updates(state.params, updates)
     new = TrainState(
-        params=optax.apply_updates(state.params, updates),
+        params=new_params,
+        average=_moving_average(state.average, new_params, state.step, config.average),
         opt_state=opt_state,
         step=state.step + 1,
         baseline=decay * state.baseline + (1.0 - decay) * mean_return,

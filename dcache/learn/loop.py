@@ -181,7 +181,7 @@ class _Run:
         """Writes policy and checkpoint, the policy first: where the last checkpoint is there, its policy is too."""
         experiment, step = self.experiment, int(state.step)
         meta = {"experiment": experiment.name, "seed": experiment.seed, "step": step, "model": self.model_info}
-        checkpoint.save_policy(self.workdir / "policy", experiment.policy, state.params, meta)
+        checkpoint.save_policy(self.workdir / "policy", experiment.policy, state.average, meta)
         folder = self.workdir / "checkpoints"
         checkpoint.save(folder, step, state, key, self.identity, experiment.keep_checkpoints)
 

@@ -16,7 +16,7 @@ class AdaKV(Wrapper):
 
     Works on the scores of any policy that decides per head. The fixed-shape cache gives every head as many slots as one
     head may need, so the memory that is allocated exceeds the budget (`generate` reports it); the number of tokens kept
-    does not.
+    does not. Around a policy that gives layers unequal budgets (PyramidKV) the heads of a layer share that layer's.
 
     Attributes:
       base: whose scores are used (SnapKV, as in the paper).
@@ -40,14 +40,17 @@ class AdaKV(Wrapper):
 
     def allocate(self, cache, scores, filled, budget, protected):
         """Counts the tokens of each head among the best of the layer."""
-        del cache
-        least = jnp.floor(self.floor * budget.astype(jnp.float32) + 1e-4).astype(jnp.int32)
-        safe = budgets.keep_top(scores, filled, jnp.broadcast_to(least[None, :, None], scores.shape[:-1]), protected)
+        shares = self.base.allocate(cache, scores, filled, budget, protected)
+        least = jnp.floor(self.floor * shares.astype(jnp.float32) + 1e-4).astype(jnp.int32)
+        safe = budgets.keep_top(scores, filled, least, protected)
         if protected is not None:
             safe |= protected & filled
-        return shared_counts(scores, filled, budget, safe, layers=False)
+        return shared_counts(scores, filled, shares, safe, layers=False)
 
     def most_kept(self, budget, seen, config):
         """One head takes what the floors of the others leave."""
-        least = int(self.floor * budget + 1e-4)
+        most = self.base.most_kept(budget, seen, config)
+        if most > budget:  # heads of unequal shares: the floors of the others may be smaller
+            return min(seen, config.num_kv_heads * most)
+        least = int(self.floor * min(budget, seen) + 1e-4)
         return min(seen, config.num_kv_heads * budget - (config.num_kv_heads - 1) * least)

@@ -194,7 +194,7 @@ def shared_counts(scores: Array, filled: Array, budget: Array, safe: Array | Non
     """Tokens of each head among the best of all heads of a layer, or of the whole model: int32[L, B, K].
 
     Args:
-      scores: f32[L, B, K, S]. filled: bool[L, B, K, S]. budget: int32[B], per head on average.
+      scores: f32[L, B, K, S]. filled: bool[L, B, K, S]. budget: int32[L, B, K], each head's before they share.
       safe: bool[L, B, K, S] or None, tokens that stay in any case. layers: share among the heads of all layers.
     """
     l, b, k, s = scores.shape
@@ -204,8 +204,9 @@ def shared_counts(scores: Array, filled: Array, budget: Array, safe: Array | Non
             return x.transpose(1, 0, 2, 3).reshape(1, b, l * k * s)
         return x.reshape(l, b, k * s)
 
-    heads = l * k if layers else k
-    total = jnp.broadcast_to(heads * budget[None], (1 if layers else l, b))
+    total = jnp.sum(budget, axis=2)
+    if layers:
+        total = jnp.sum(total, axis=0, keepdims=True)
     best = budgets.keep_top(flat(scores), flat(filled), total, None if safe is None else flat(safe))
     best = best.reshape(b, l, k, s).transpose(1, 0, 2, 3) if layers else best.reshape(l, b, k, s)
     return jnp.sum(best, axis=-1, dtype=jnp.int32)

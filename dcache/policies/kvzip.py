@@ -145,9 +145,10 @@ class KVzip(Policy):
 
     def allocate(self, cache, scores, filled, budget, protected):
         """By the scores of all heads together."""
+        equal = super().allocate(cache, scores, filled, budget, protected)
         if self.scope == "head":
-            return super().allocate(cache, scores, filled, budget, protected)
-        return shared_counts(scores, filled, budget, protected, layers=self.scope == "model")
+            return equal
+        return shared_counts(scores, filled, equal, protected, layers=self.scope == "model")
 
     def most_kept(self, budget, seen, config):
         """All of them, if the others keep little."""

@@ -155,6 +155,19 @@ def test_update_is_deterministic_and_moves_every_weight():
     assert any(not np.array_equal(a, b) for a, b in zip(values(other.params), values(once.params), strict=True))
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.6])
+def test_what_is_saved_is_the_mean_of_the_weights_and_then_their_moving_average(decay):
+    config = dataclasses.replace(CONFIG, average=decay)
+    state, want = fresh(config), None
+    for i in range(4):
+        state, _ = step(state, i % 2, config)
+        kept = min(decay, i / (i + 1))
+        new = values(state.params)
+        want = new if want is None else [kept * old + (1 - kept) * n for old, n in zip(want, new, strict=True)]
+        for a, b in zip(values(state.average), want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
 def test_metrics():
     state, history = fresh(), []
     for _ in range(12):

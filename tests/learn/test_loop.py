@@ -92,7 +92,7 @@ def test_a_resumed_run_is_the_same_run(tmp_path, monkeypatch, experiment, lm, nu
     assert without_times(metrics.read(parts)) == without_times(metrics.read(whole))
     trained = checkpoint.load_policy(parts)
     assert trained.policy == experiment.policy
-    jax.tree.map(np.testing.assert_array_equal, trained.params, state.params)
+    jax.tree.map(np.testing.assert_array_equal, trained.params, state.average)
 
 
 def test_what_a_run_writes(tmp_path, experiment, lm):
