@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -62,7 +62,9 @@ def resolve(policy: str | os.PathLike[str] | Policy | Trained, **settings: Any) 
             )
         return policy if isinstance(policy, Trained) else Trained(policy, ())
     if not isinstance(policy, str | os.PathLike) or not os.fspath(policy):
-        raise ConfigError(f"policy is {policy!r}; give a policy's name, the folder of a trained one, or a policy object.")
+        raise ConfigError(
+            f"policy is {policy!r}; give a policy's name, the folder of a trained one, or a policy object."
+        )
     name = os.fspath(policy)
     if name in REGISTRY:
         if not hasattr(REGISTRY[name], "init"):
@@ -232,6 +234,10 @@ def generate(
     """
     if isinstance(prompts, str):
         prompts = [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ConfigError(
+            f"prompts are of type {type(prompts).__name__}; give a text, or a list of texts or of token ids."
+        )
     trained = resolve(policy, **settings)
 
     def ids(prompt) -> np.ndarray:

@@ -38,8 +38,8 @@ class Generation:
       texts: the generated texts, without the end-of-text token.
       tokens: int32 arrays of generated ids, the end-of-text token included if it was reached.
       cache_bytes: bytes of keys and values allocated during decoding, all prompts together.
-      full_cache_bytes: keys and values of the prompts' own tokens and `max_new_tokens` more each: what a full cache without
-        any padding takes. (`cache_bytes` is what was allocated, padding included; for short prompts it may be more.)
+      full_cache_bytes: what the same call allocates with nothing evicted. Both count padding: prompts fill whole blocks
+        of 128 slots, and a batch as many as its longest prompt.
       prompt_tokens: real tokens of all prompts.
       prefill_seconds: reading the prompts and the first eviction. decode_seconds: the decoding loop.
       tokens_per_second: decoded tokens of all prompts (each prompt until its end) over `decode_seconds`.
@@ -232,7 +232,7 @@ def generate(
             f"max_new_tokens is {max_new_tokens}, evict_every {evict_every}, temperature {temperature}, top_p {top_p}; give "
             "max_new_tokens >= 1, evict_every >= 0, temperature >= 0 and top_p in (0, 1]."
         )
-    if not isinstance(prompts, Sequence) or not prompts:
+    if not prompts:
         raise ConfigError("generate was given no prompt; give at least one.")
     prompts = [check_tokens(p, lm.config, max_new_tokens) for p in prompts]
     shortest = min(len(p) for p in prompts)
@@ -268,7 +268,7 @@ def generate(
         texts=tuple(lm.tokenizer.decode(t[t >= 0]) for t in ends.texts()),
         tokens=tuple(np.asarray(t, np.int32) for t in ends.tokens),
         cache_bytes=cache_bytes,
-        full_cache_bytes=sum(len(p) + max_new_tokens for p in prompts) * lm.config.kv_bytes_per_token(),
+        full_cache_bytes=len(prompts) * (tokens.shape[1] + max_new_tokens) * lm.config.kv_bytes_per_token(),
         prompt_tokens=sum(len(p) for p in prompts),
         prefill_seconds=prefill_seconds,
         decode_seconds=decode_seconds,

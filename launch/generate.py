@@ -84,7 +84,7 @@ def main(argv: list[str]) -> None:
     def report(label: str, result: dcache.Generation) -> None:
         print(
             f"{label:<24} {result.tokens_per_second:7.1f} tokens/s   cache {result.cache_bytes / 1e6:8.1f} MB "
-            f"({100 * result.cache_bytes / result.full_cache_bytes:5.1f}% of what the tokens need)   prompt {result.prompt_tokens} tokens in "
+            f"({100 * result.cache_bytes / result.full_cache_bytes:5.1f}% of full)   prompt {result.prompt_tokens} tokens in "
             f"{result.prefill_seconds:.1f} s",
             file=sys.stderr,
         )

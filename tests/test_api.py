@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import dcache
+from dcache.policies import make
 from dcache.policies.base import Policy
 
 PROMPT = np.asarray(np.random.default_rng(1).integers(2, 64, 90), np.int32)
@@ -99,6 +100,12 @@ def test_an_object_is_a_policy(tiny):
         (lambda lm: dcache.fidelity(lm, PROMPT, [3], "h2o", 0.5, evict_every=-1), "evict_every is -1"),
         (lambda lm: dcache.logits(lm, [[1, 2]]), "one-dimensional"),
         (lambda lm: dcache.resolve(Policy(), window=3), "policy object"),
+        (lambda lm: dcache.resolve(make("distillcache")), "without its weights"),
+        (lambda lm: dcache.resolve(""), "policy is ''"),
+        (lambda lm: dcache.resolve(7), "policy is 7"),
+        (lambda lm: dcache.resolve("runs/nowhere/policy"), "no folder 'runs/nowhere/policy'"),
+        (lambda lm: dcache.generate(lm, None, "h2o"), "of type NoneType"),
+        (lambda lm: dcache.generate(lm, [], "h2o"), "no prompt"),
     ],
 )
 def test_bad_input(tiny, call, message):

@@ -114,6 +114,18 @@ def test_nothing_unasked_is_computed(getkey):
     assert stats.mass is None and stats.last is None and set(stats.windows) == {2} and rows is None
 
 
+def test_windows_may_be_longer_than_the_prompt(getkey):
+    q, k, v = random_qkv(getkey(), 2, 10)
+    request = StatsRequest(windows=(1_000_000,), rows=64, last=True)
+    _, stats, rows = attend_prompt_jit(q, k, v, position_of([10, 6], 10), request, None)
+    for b, n in enumerate((10, 6)):
+        _, probs = dense_attention(q[b, :n], k[b, :, :n], v[b, :, :n], np.broadcast_to(causal(n), (2, n, n)))
+        np.testing.assert_allclose(stats.windows[1_000_000][b, :, :n], probs.sum(1), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(stats.last[b, :, :n], probs[:, -1], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(rows[b, :n, :n], probs.mean(0), rtol=1e-4, atol=1e-5)
+        assert rows.shape == (2, 64, 10)
+
+
 def test_request_union_and_tail():
     a, b = StatsRequest(mass=True, windows=(8, 32)), StatsRequest(last=True, windows=(4, 8), rows=16)
     assert a | b == b | a == StatsRequest(mass=True, last=True, windows=(4, 8, 32), rows=16)

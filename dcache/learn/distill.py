@@ -116,7 +116,9 @@ def optimiser(config: DistillConfig) -> optax.GradientTransformation:
 def init_state(key: Array, policy: DistillCache, config: DistillConfig) -> TrainState:
     """A fresh state: weights from `key`, step 0."""
     params = policy.init(key)
-    return TrainState(params, jax.tree.map(jnp.copy, params), optimiser(config).init(params), jnp.int32(0), jnp.float32(0.0))
+    return TrainState(
+        params, jax.tree.map(jnp.copy, params), optimiser(config).init(params), jnp.int32(0), jnp.float32(0.0)
+    )
 
 
 def decision_log_probs(policy: DistillCache, params: Any, rolled: Decisions, law: subset.Law, most: int) -> Array:

@@ -311,7 +311,7 @@ def test_clipping_and_decay():
         ({"law": "gumbel"}, "gumbel"), ({"horizon": 10, "evict_every": 3}, "multiple"), ({"samples": 0}, "samples"),
         ({"ratios": ()}, "ratios"), ({"ratios": (0.5, 1.5)}, "ratios"), ({"ratios": (0.0,)}, "ratios"),
         ({"entropy_form": "both"}, "entropy_form"), ({"steps": 10, "warmup_steps": 10}, "warmup_steps"),
-        ({"warmup_steps": -1}, "warmup_steps"),
+        ({"warmup_steps": -1}, "warmup_steps"), ({"steps": 0}, "steps is 0"), ({"average": 1.0}, "average"),
     ],
 )  # fmt: skip
 def test_config_refusals(bad, says):

@@ -340,6 +340,18 @@ def test_adakv_with_all_of_the_floor_is_its_base():
     np.testing.assert_array_equal(same, keep_jit(make("h2o"), (), cache, budget, KEY))
 
 
+@pytest.mark.parametrize("floor", [0.0, 0.5])
+def test_adakv_shares_what_its_base_gives_a_layer(floor):
+    policy = make("adakv", base=make("pyramidkv", window=8), floor=floor)
+    scores = jax.random.normal(KEY, (3, 1, K, 500)) + 2.0 * jnp.arange(K, dtype=jnp.float32)[:, None]
+    budget = jnp.asarray([48], jnp.int32)
+    got = np.asarray(policy.allocate(None, scores, jnp.ones(scores.shape, bool), budget, None))[:, 0]
+    assert got.sum(1).tolist() == [K * 86, K * 48, K * 10]  # see test_pyramid_budgets_by_hand
+    assert (got[:, -1] > got[:, 0]).all()  # the head of higher scores gets more of it
+    assert (got >= floor * np.asarray([[86], [48], [10]]) - 1).all()
+    assert got.max() <= policy.most_kept(48, 500, TINY)
+
+
 def test_adakv_settings():
     with pytest.raises(ConfigError, match="floor is 1.5"):
         make("adakv", floor=1.5)
