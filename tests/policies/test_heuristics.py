@@ -343,7 +343,7 @@ def test_adakv_with_all_of_the_floor_is_its_base():
 @pytest.mark.parametrize("floor", [0.0, 0.5])
 def test_adakv_shares_what_its_base_gives_a_layer(floor):
     policy = make("adakv", base=make("pyramidkv", window=8), floor=floor)
-    scores = jax.random.normal(KEY, (3, 1, K, 500)) + 2.0 * jnp.arange(K, dtype=jnp.float32)[:, None]
+    scores = jax.random.normal(KEY, (3, 1, K, 500)) + 2.0 * jnp.arange(K, dtype=jnp.float32)[None, None, :, None]
     budget = jnp.asarray([48], jnp.int32)
     got = np.asarray(policy.allocate(None, scores, jnp.ones(scores.shape, bool), budget, None))[:, 0]
     assert got.sum(1).tolist() == [K * 86, K * 48, K * 10]  # see test_pyramid_budgets_by_hand
