@@ -21,6 +21,7 @@ LATER = float("inf")
 
 # Finite, so that a padded query (which sees nothing) gives the mean of V instead of NaN; its output is never used.
 _MASKED = -1e30
+_LARGEST_EXPONENT = 60.0  # of what was left out; its exponential is finite in float32
 _QUERY_BLOCK = 128
 _MAX_KEY_PREFIXES = 8
 
@@ -82,7 +83,7 @@ class Stats:
       squares, surprisals: width w -> f32[B, N, S], sums of p^2 and of -p log p (nats) over the most recent w queries,
         carried on like `windows`.
       projected: f32[B, N, S], L1 norm of the value after the query head's output projection.
-      extra: name -> f32[B, N, S] of the prompt's tokens, put there by a policy; later tokens have `LATER`.
+      extra: name -> f32[B, N or K, S] of the prompt's tokens, put there by a policy; later tokens have `LATER`.
     """
 
     mass: Any = None
@@ -146,8 +147,9 @@ def _mix(probs: Array, v: Array, order: str) -> Array:
 
 
 def attend(
-    q: Array, segments: Sequence[Segment], query_position: Array, key_position: Array, sliding_window: int | None = None
-) -> tuple[Array, Array]:
+    q: Array, segments: Sequence[Segment], query_position: Array, key_position: Array, sliding_window: int | None = None,
+    weight: Array | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
     """Attention of few queries over a cache made of one or more segments.
 
     Args:
@@ -155,6 +157,7 @@ def attend(
       segments: keys and values; their slots are concatenated in order, S in all.
       query_position: int32[B, T]. key_position: int32[B, K, S], `EMPTY` where nothing is visible.
       sliding_window: see `visible`.
+      weight: f32[B, K, S] or None, how much of each slot is there, from 0 to 1 (see `weighted_softmax`).
 
     Returns:
       Output [B, T, N, H] in the dtype of q, and the probabilities f32[B, N, T, S].
@@ -167,7 +170,11 @@ def attend(
     logits = jnp.concatenate([_logits(grouped, s.k, order) for s in segments], axis=-1)
     seen = visible(query_position[:, None], key_position, sliding_window)  # [B, K, T, S]
     seen = jnp.einsum(f"bkts->{order.replace('g', '')}", seen)
-    probs = jax.nn.softmax(jnp.where(seen[:, :, :, None], logits, _MASKED), axis=-1)
+    logits = jnp.where(seen[:, :, :, None], logits, _MASKED)
+    if weight is None:
+        probs = jax.nn.softmax(logits, axis=-1)
+    else:
+        probs = weighted_softmax(logits, jnp.einsum(f"bks->{order[:2]}s", weight)[:, :, None, None])
     out, start = jnp.zeros((b, t, kv_heads, n // kv_heads, h), jnp.float32), 0
     for segment in segments:
         stop = start + segment.k.shape[2]
@@ -175,6 +182,21 @@ def attend(
         start = stop
     by_head = jnp.einsum(f"{order}->bkgts", probs)
     return out.reshape(b, t, n, h).astype(q.dtype), by_head.reshape(b, n, t, start)
+
+
+def weighted_softmax(logits: Array, weight: Array) -> Array:
+    """Softmax in which each entry counts by a weight in [0, 1]: w_i exp(l_i) / sum_j w_j exp(l_j), f32[..., S].
+
+    Differentiable in the weights, also where they are zero: an entry that is left out has the derivative of its share.
+    That derivative is exp(l_i) / Z with Z the sum over what is there, which has no bound if what was left out mattered
+    most; its place takes exp(l_i) / (Z + exp(l_i)), the share that the entry would get if it came back.
+    """
+    there = weight > 0.0
+    highest = jax.lax.stop_gradient(jnp.max(jnp.where(there, logits, _MASKED), axis=-1, keepdims=True))
+    mass = jnp.exp(jnp.minimum(logits - highest, _LARGEST_EXPONENT))
+    present = jax.lax.stop_gradient(jnp.sum(weight * mass, axis=-1, keepdims=True))
+    mass = jnp.where(there, mass, mass * jax.lax.stop_gradient(present / (present + mass)))
+    return weight * mass / jnp.sum(weight * mass, axis=-1, keepdims=True)
 
 
 def attend_prompt(
@@ -272,6 +294,11 @@ def _surprisal(probs: Array) -> Array:
     return -jnp.where(probs > 0, probs * jnp.log(jnp.where(probs > 0, probs, 1.0)), 0.0)
 
 
+def _heads_of(filled: Array, statistic: Array) -> Array:
+    """bool[B, N, S] for a statistic of N query heads or of K key/value heads."""
+    return filled[:, :: filled.shape[1] // statistic.shape[1]]
+
+
 def accumulate(stats: Stats, probs: Array, filled: Array) -> Stats:
     """Adds the attention of T new queries to running statistics.
 
@@ -300,5 +327,5 @@ def accumulate(stats: Stats, probs: Array, filled: Array) -> Stats:
         squares=decayed(stats.squares, probs * probs) if stats.squares else {},
         surprisals=decayed(stats.surprisals, _surprisal(probs)) if stats.surprisals else {},
         projected=stats.projected,
-        extra={name: jnp.where(filled, old, LATER) for name, old in stats.extra.items()},
+        extra={name: jnp.where(_heads_of(filled, old), old, LATER) for name, old in stats.extra.items()},
     )

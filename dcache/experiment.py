@@ -98,10 +98,10 @@ class Experiment:
                 raise ConfigError(f"{field} is {getattr(self, field)}; give 1 or more.")
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed is {self.seed}; give a number from 0 to {2**32 - 1}.")
-        if self.policy.granularity != "sequence":
+        if self.policy.granularity != "sequence" and self.learn.estimator != "relaxed":
             raise ConfigError(
-                f"policy.granularity is {self.policy.granularity!r}; the distillation learner trains 'sequence' "
-                "policies."
+                f"policy.granularity is {self.policy.granularity!r} with learn.estimator {self.learn.estimator!r}; REINFORCE "
+                "trains 'sequence' policies, the 'relaxed' estimator all."
             )
 
     def identity(self) -> dict[str, Any]:

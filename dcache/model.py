@@ -264,12 +264,14 @@ def extend(
 
 def extend_watched(
     params: Params, config: ModelConfig, tokens: Array, cache: kv.Cache, start: Array | None,
-    watch: Callable[[Array, Array], Any],
+    watch: Callable[[Array, Array], Any], weight: Array | None = None,
 ) -> tuple[Array, kv.Cache, Any]:  # fmt: skip
     """`extend` that also looks at the attention: the third result is what `watch` returns, layer by layer.
 
     Args:
       watch: (probabilities f32[B, N, T, S], position of the slots int32[B, K, S]) of a layer -> any pytree.
+      weight: f32[L, B, K, S] or None, how much of each slot is there (see `attention.attend`). The result is differentiable
+        in it; each layer's activations are computed again on the way back.
     """
     b, t = tokens.shape
     position = cache.length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
@@ -278,7 +280,7 @@ def extend_watched(
 
     def body(carry, p, state):
         x, rows = carry
-        layer, prompt = state
+        layer, prompt, weight_l = state
         unrotated, q, k, v = _qkv(p, x, position, config)
         with jax.named_scope("cache_update"):
             filled = jnp.repeat(layer.position >= 0, group, axis=1)
@@ -289,7 +291,7 @@ def extend_watched(
             layer = kv.append(layer, k, v, position, at)
         with jax.named_scope("attend"):
             segments = ([] if prompt is None else [prompt]) + [Segment(layer.k, layer.v)]
-            attended, probs = attend(q, segments, position, layer.position, config.sliding_window)
+            attended, probs = attend(q, segments, position, layer.position, config.sliding_window, weight_l)
         with jax.named_scope("statistics"):
             stats = accumulate(layer.stats, probs, filled)
             if stats.projected is not None:
@@ -308,9 +310,12 @@ def extend_watched(
     rows: Any = None if cache.rows is None else jnp.zeros((b, t, slots), jnp.float32)
     if isinstance(cache.layers, tuple):
         prompt_layers = [None] * len(cache.layers) if cache.prompt is None else _split_prompt(cache.prompt)
-        state: Any = tuple(zip(cache.layers, prompt_layers, strict=True))
+        weights = [None] * len(cache.layers) if weight is None else list(weight)
+        state: Any = tuple(zip(cache.layers, prompt_layers, weights, strict=True))
     else:
-        state = (cache.layers, cache.prompt)
+        state = (cache.layers, cache.prompt, weight)
+    if weight is not None:
+        body = jax.checkpoint(body)
     (x, rows), outs = run_layers(body, (embed(params, tokens), rows), params["layers"], state)
     # Scanned, the results of all layers are stacked; unrolled, they are a tuple with one of each.
     layers, moments, seen = tuple(zip(*outs, strict=True)) if isinstance(cache.layers, tuple) else outs

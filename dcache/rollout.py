@@ -21,7 +21,8 @@ from dcache import model, signals, subset
 from dcache.attention import StatsRequest
 from dcache.config import ModelConfig
 from dcache.errors import ConfigError
-from dcache.policies.base import Policy, keep_set, spread
+from dcache.policies.base import Policy, keep_set, pooled, pooled_budget, read, shaped, spread, unpooled
+from dcache.relaxed import soft_keep
 
 
 def check_schedule(horizon: int, evict_every: int) -> int:
@@ -61,7 +62,7 @@ class Trajectories:
 
 def teach(
     params: model.Params, decode_params: model.Params, config: ModelConfig, tokens: Array, length: Array, given: Array,
-    given_length: Array, own: Array, stop: Array, request: StatsRequest, *, decode: bool,
+    given_length: Array, own: Array, stop: Array, policy: Policy, *, decode: bool,
 ) -> Trajectories:  # fmt: skip
     """Reads prompts and fixes the text that follows each: given, or the teacher's own greedy continuation.
 
@@ -69,9 +70,10 @@ def teach(
       params: stacked. decode_params: the same weights in the layout for decoding (see `model.unstack`).
       tokens: int32[B, S], padded on the right. length: int32[B].
       given: int32[B, T], padded. given_length: int32[B], its real tokens. own: bool[B], ignore `given` and continue greedily.
-      stop: int32[E], token ids that end a text. request: statistics of the cache. decode: static; False if no `own` is set.
+      stop: int32[E], token ids that end a text. policy: whose signals the cache is to have.
+      decode: static; False if no `own` is set.
     """
-    hidden, cache = model.prefill(params, config, tokens, length, request)
+    hidden, cache = read(policy, params, config, tokens, length)
     horizon = given.shape[1]
     weight = (jnp.arange(horizon)[None] < given_length[:, None]).astype(jnp.float32)
     if not decode:
@@ -193,6 +195,37 @@ def sample_students(
     xs = (tokens, teacher, probs, jax.random.split(key, decisions), jnp.arange(decisions, dtype=jnp.int32))
     _, (features, order, filled, budget, kl) = jax.lax.scan(decide, students, xs)
     return Decisions(features, order, filled, budget, kl.swapaxes(0, 1).reshape(samples, horizon))
+
+
+def relaxed_student(
+    params: model.Params, config: ModelConfig, policy: Any, policy_params: Any, cache: kv.Cache, continuation: Array,
+    teacher: Array, ratio: Array, temperature: Array, *, straight_through: bool, minimum: int,
+) -> Array:  # fmt: skip
+    """KL of a student with a relaxed keep-set, evicted once after the prefill: f32[T], differentiable in `policy_params`.
+
+    Args:
+      params: stacked. policy: a learned policy of any granularity, with its weights.
+      cache, continuation, teacher, ratio, minimum: as in `sample_students`.
+      temperature, straight_through: see `dcache.learn.relaxed`.
+    """
+    horizon = continuation.shape[0]
+    with jax.named_scope("policy"):
+        scores = policy.scores_of(policy_params, jax.lax.stop_gradient(policy.features(cache)))
+        filled = signals.filled(cache, policy.granularity)
+        budget = budgets.tokens_kept_traced(ratio, cache.length, minimum)
+        counts = jnp.broadcast_to(shaped(budget, policy.granularity), scores.shape[:-1])
+        extent = soft_keep(
+            pooled(scores, policy.scope), pooled(filled, policy.scope), pooled_budget(counts, policy.scope), temperature,
+            straight_through=straight_through,
+        )  # fmt: skip
+        extent = spread(unpooled(extent, scores.shape, policy.scope), cache, policy.granularity)
+    student = kv.share_prompt(kv.restrict(cache, StatsRequest()), 1, horizon)
+    there = jnp.concatenate([extent, jnp.ones((*extent.shape[:-1], horizon), jnp.float32)], axis=-1)
+    hidden, _, _ = model.extend_watched(
+        params, config, continuation[None], student, jnp.int32(0), lambda probs, position: None, there
+    )
+    log_q = jax.nn.log_softmax(model.unembed(params, hidden[0], config))
+    return kl_divergence(teacher, log_q)
 
 
 def follow(

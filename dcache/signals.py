@@ -17,6 +17,7 @@ granularities: "sequence" (one value per token, averaged over heads and layers),
 | `last`          | attention of the last query, mean over heads |
 | `last_max`      | the same, maximum over heads (and layers) |
 | `..._upper`     | one of the four above over the upper half of the layers only, where a model looks up what it needs next |
+| `..._all`       | one of the above averaged (or its maximum taken) over all layers and heads at every granularity |
 | `..._near`      | one of the above: its maximum over the `NEAR` tokens around (an answer spans tokens) |
 | `key_distinct`  | minus the cosine between the key and the mean unit key of its head (KeyDiff) |
 """
@@ -137,6 +138,11 @@ def _upper(signal: Callable[[_View], Array]) -> Callable[[_View], Array]:
     return compute_upper
 
 
+def _all(signal: Callable[[_View], Array]) -> Callable[[_View], Array]:
+    """The value that a signal has at granularity "sequence"."""
+    return lambda view: _broadcast(signal(dataclasses.replace(view, granularity="sequence")), view)
+
+
 def _near(signal: Callable[[_View], Array]) -> Callable[[_View], Array]:
     """The maximum of a signal over the neighbouring tokens."""
 
@@ -208,6 +214,8 @@ SIGNALS: dict[str, Signal] = {
     "last_max_upper_near": Signal(_LAST, _near(_upper(_last_max)), is_mass=True),
     "window_mean_upper_near": Signal(_RECENT, _near(_upper(_window_mean)), is_mass=True),
     "window_max_upper_near": Signal(_RECENT, _near(_upper(_window_max)), is_mass=True),
+    "alpha_all": Signal(_MASS, _all(_alpha), is_mass=True),
+    "window_mean_all": Signal(_RECENT, _all(_window_mean), is_mass=True),
     "key_distinct": Signal(StatsRequest(), _key_distinct),
 }
 PAPER_SIGNALS = ("alpha", "vnorm", "sigma", "entropy", "pos")
@@ -215,7 +223,12 @@ EXTENDED_SIGNALS = (
     *PAPER_SIGNALS, "window_mean", "window_max", "last", "last_max", "key_distinct", "last_upper", "last_upper_near",
     "last_max_upper_near", "window_mean_upper_near", "window_max_upper_near",
 )  # fmt: skip
-SEQUENCE_ONLY = ("entropy", *(name for name in SIGNALS if "_upper" in name))
+SEQUENCE_ONLY = ("entropy", *(name for name in SIGNALS if "_upper" in name or "_all" in name))
+HEAD_SIGNALS = (
+    *PAPER_SIGNALS, "window_mean", "window_max", "last", "last_max", "key_distinct", "window_max_near", "last_max_near",
+    "alpha_all", "window_mean_all", "last_upper_near", "last_max_upper_near", "window_mean_upper_near",
+    "window_max_upper_near",
+)  # fmt: skip
 
 
 def check_names(names: Sequence[str]) -> None:

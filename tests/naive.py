@@ -272,7 +272,9 @@ def signal(name, dense, alive, prompt, granularity="sequence", layer_reduce="mea
             for i, t in enumerate(tokens):
                 near[(*index, t)] = value[index][tokens[max(0, i - NEAR // 2) : i + NEAR // 2 + 1]].max()
         return near
-    if name.endswith("_upper"):
+    if name.endswith("_all"):
+        value = signal(name.removesuffix("_all"), dense, alive, prompt)
+    elif name.endswith("_upper"):
         half = dataclasses.replace(dense, probs=dense.probs[layers // 2 :], keys=dense.keys[layers // 2 :])
         value = signal(name.removesuffix("_upper"), half, alive[layers // 2 :], prompt)
     elif name == "pos":

@@ -1,10 +1,13 @@
-"""DistillCache's learning: REINFORCE on the negative KL between the full-cache model and students with sampled keep-sets.
+"""DistillCache's learning: the KL between the full-cache model and a student with an evicted cache, as a loss.
 
-Althoubi, arXiv 2608.08878. Where the paper is silent or contradicts itself the choice is a field of `DistillConfig`.
+Two estimators of its gradient. REINFORCE with students of sampled keep-sets (Althoubi, arXiv 2608.08878): where the paper is
+silent or contradicts itself the choice is a field of `DistillConfig`. And a relaxed keep-set (`dcache.relaxed`), through
+which the KL is differentiated: one student a step and no sampling noise, so that every layer and head can have a keep-set
+of its own.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +20,14 @@ from dcache.config import ModelConfig
 from dcache.errors import ConfigError
 from dcache.learn import policy_gradient as pg
 from dcache.policies.distillcache import DistillCache
-from dcache.rollout import Decisions, Trajectories, check_schedule, sample_students, teacher_log_probs
+from dcache.rollout import (
+    Decisions,
+    Trajectories,
+    check_schedule,
+    relaxed_student,
+    sample_students,
+    teacher_log_probs,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +35,7 @@ class DistillConfig:
     """Everything that the learning rule depends on. Defaults are the paper's where it gives a value.
 
     Attributes:
+      estimator: "reinforce" as the paper, or "relaxed" (any granularity; one eviction, after the prefill).
       steps: updates, one prompt each. horizon: T, continuation tokens. evict_every: tokens between evictions (the paper:
         1); 0 evicts once, after the prefill.
       samples: K, keep-sets drawn per prompt; at least 2 use the leave-one-out baseline, 1 uses the moving average.
@@ -36,10 +47,13 @@ class DistillConfig:
       baseline_decay: decay of the moving average of the return. standardise: divide advantages by their standard deviation.
       learning_rate, warmup_steps, final_rate: linear warm-up, then cosine to `final_rate` times the peak.
       weight_decay, clip_norm: of AdamW and of the gradient.
+      temperature, final_temperature: of the relaxed keep-set, from the first step to the last, falling geometrically.
+      straight_through: the relaxed student keeps what will be kept; only the way back is relaxed.
       average: decay of the moving average of the weights, which is the trained policy (Polyak averaging: the updates are
         noisy, their mean is less so); 0 takes the last weights, as the paper does.
     """
 
+    estimator: Literal["reinforce", "relaxed"] = "reinforce"
     steps: int = 10_000
     horizon: int = 64
     evict_every: int = 1
@@ -57,6 +71,9 @@ class DistillConfig:
     final_rate: float = 0.0
     weight_decay: float = 1e-4
     clip_norm: float = 1.0
+    temperature: float = 1.0
+    final_temperature: float = 1.0
+    straight_through: bool = True
     average: float = 0.0
 
     def __post_init__(self):
@@ -70,6 +87,17 @@ class DistillConfig:
             raise ConfigError(f"entropy_form is {self.entropy_form!r}; use 'score' or 'direct'.")
         if self.steps < 1:
             raise ConfigError(f"steps is {self.steps}; train for 1 or more.")
+        if self.estimator not in ("reinforce", "relaxed"):
+            raise ConfigError(f"estimator is {self.estimator!r}; use 'reinforce' or 'relaxed'.")
+        if self.estimator == "relaxed" and self.evict_every:
+            raise ConfigError(
+                f"evict_every is {self.evict_every}; the relaxed estimator evicts once, after the prefill: set it to 0."
+            )
+        if not 0.0 < self.final_temperature <= self.temperature:
+            raise ConfigError(
+                f"temperature is {self.temperature} and final_temperature {self.final_temperature}; give positive ones, the "
+                "final one not above the other."
+            )
         if not 0.0 <= self.average < 1.0:
             raise ConfigError(f"average is {self.average}; give a decay in [0, 1).")
         if not 0 <= self.warmup_steps < self.steps:
@@ -165,16 +193,45 @@ def train_step(
       most: static upper bound of the budgets.
 
     Returns:
-      The new state and metrics (f32 scalars): reward (mean return), kl and its deviation over
-      samples, ratio, surprise (-log pi per kept token), grad_norm, baseline.
+      The new state and metrics (f32 scalars): reward (mean return), kl, ratio, grad_norm, baseline; with REINFORCE also
+      kl_deviation (over samples) and surprise (-log pi per kept token), relaxed also temperature.
     """
     key_ratio, key_sample = jax.random.split(jax.random.fold_in(key, state.step))
     ratio = jax.random.choice(key_ratio, jnp.asarray(config.ratios, jnp.float32))
     cache = kv.select(trajectories.cache, index)
     continuation, weight = trajectories.continuation[index], trajectories.weight[index]
     teacher = teacher_log_probs(params, model_config, cache, continuation)
+    student = (params, model_config, policy)
+    if config.estimator == "relaxed":
+        grads, found = _relaxed_gradient(state, student, cache, continuation, weight, teacher, ratio, config)
+    else:
+        grads, found = _reinforce_gradient(
+            state, student, cache, continuation, weight, teacher, ratio, key_sample, config, most
+        )
+    with jax.numpy_dtype_promotion("standard"):  # optax raises Python floats to int32 powers
+        updates, opt_state = optimiser(config).update(grads, state.opt_state, state.params)
+    new_params = optax.apply_updates(state.params, updates)
+    decay = jnp.where(state.step == 0, 0.0, config.baseline_decay)
+    new = TrainState(
+        params=new_params,
+        average=_moving_average(state.average, new_params, state.step, config.average),
+        opt_state=opt_state,
+        step=state.step + 1,
+        baseline=decay * state.baseline + (1.0 - decay) * found["reward"],
+    )
+    return new, {**found, "ratio": ratio, "grad_norm": optax.tree.norm(grads), "baseline": new.baseline}
+
+
+def _counted_mean(kl: Array, weight: Array) -> Array:
+    """Mean over the tokens that count: kl f32[..., T], weight f32[T] -> f32[...]."""
+    return jnp.sum(kl * weight, axis=-1) / jnp.maximum(jnp.sum(weight), 1.0)
+
+
+def _reinforce_gradient(state, student, cache, continuation, weight, teacher, ratio, key, config, most):
+    """Gradient of the REINFORCE surrogate, and the metrics of its students."""
+    params, model_config, policy = student
     rolled = sample_students(
-        params, model_config, policy, state.params, cache, continuation, teacher, ratio, key_sample,
+        params, model_config, policy, state.params, cache, continuation, teacher, ratio, key,
         samples=config.samples, evict_every=config.evict_every, law=config.law, minimum=config.minimum, most=most,
     )  # fmt: skip
 
@@ -187,26 +244,28 @@ def train_step(
         return loss, (log_probs, returns)
 
     grads, (log_probs, returns) = jax.grad(loss_of, has_aux=True)(state.params)
-    with jax.numpy_dtype_promotion("standard"):  # optax raises Python floats to int32 powers
-        updates, opt_state = optimiser(config).update(grads, state.opt_state, state.params)
-    mean_return = jnp.mean(returns[:, 0])
-    kl = jnp.sum(rolled.kl * weight[None], axis=1) / jnp.maximum(jnp.sum(weight), 1.0)  # [A], mean over counted tokens
-    decay = jnp.where(state.step == 0, 0.0, config.baseline_decay)
-    new_params = optax.apply_updates(state.params, updates)
-    new = TrainState(
-        params=new_params,
-        average=_moving_average(state.average, new_params, state.step, config.average),
-        opt_state=opt_state,
-        step=state.step + 1,
-        baseline=decay * state.baseline + (1.0 - decay) * mean_return,
-    )
-    metrics = {
-        "reward": mean_return,
+    kl = _counted_mean(rolled.kl, weight[None])
+    return grads, {
+        "reward": jnp.mean(returns[:, 0]),
         "kl": jnp.mean(kl),
         "kl_deviation": jnp.std(kl),
-        "ratio": ratio,
         "surprise": jnp.mean(-log_probs / rolled.budget.T.astype(jnp.float32)),
-        "grad_norm": optax.tree.norm(grads),
-        "baseline": new.baseline,
     }
-    return new, metrics
+
+
+def _relaxed_gradient(state, student, cache, continuation, weight, teacher, ratio, config):
+    """Gradient of the mean KL of the relaxed student, and its metrics."""
+    params, model_config, policy = student
+    done = state.step.astype(jnp.float32) / config.steps
+    temperature = config.temperature * (config.final_temperature / config.temperature) ** done
+
+    def loss_of(policy_params):
+        kl = relaxed_student(
+            params, model_config, policy, policy_params, cache, continuation, teacher, ratio, temperature,
+            straight_through=config.straight_through, minimum=config.minimum,
+        )  # fmt: skip
+        return _counted_mean(kl, weight), kl
+
+    (loss, kl), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+    returns = pg.discounted_returns(-(kl * weight)[None], config.gamma, config.every)
+    return grads, {"reward": returns[0, 0], "kl": loss, "temperature": temperature}

@@ -45,7 +45,7 @@ class AdaKV(Wrapper):
         safe = budgets.keep_top(scores, filled, least, protected)
         if protected is not None:
             safe |= protected & filled
-        return shared_counts(scores, filled, shares, safe, layers=False)
+        return shared_counts(scores, filled, shares, safe, "layer")
 
     def most_kept(self, budget, seen, config):
         """One head takes what the floors of the others leave."""

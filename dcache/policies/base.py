@@ -1,8 +1,9 @@
 """The policy seam: what every eviction method declares, and how its scores become a keep-set."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -190,26 +191,63 @@ def read(
     return hidden, policy.observe(params, config, cache, tokens, continuation)
 
 
-def shared_counts(scores: Array, filled: Array, budget: Array, safe: Array | None, *, layers: bool) -> Array:
-    """Tokens of each head among the best of all heads of a layer, or of the whole model: int32[L, B, K].
+Scope = Literal["head", "layer", "model"]
+"""Whose tokens compete for one budget: those of a key/value head, of a layer's heads, or of all heads of the model."""
+
+
+def check_scope(policy: Any) -> None:
+    """Raises ConfigError if a policy's scope is unknown, or is one that its granularity does not have."""
+    scopes = typing.get_args(Scope)
+    if policy.scope not in scopes:
+        raise ConfigError(f"{policy.name}: scope is {policy.scope!r}; use one of {', '.join(scopes)}.")
+    if policy.scope != "head" and policy.granularity != "head":
+        raise ConfigError(
+            f"{policy.name}: scope is {policy.scope!r} with granularity {policy.granularity!r}; budgets are shared among "
+            "heads by policies of granularity 'head'."
+        )
+
+
+def pooled(x: Array, scope: Scope) -> Array:
+    """What competes for one budget on the last axis: any shape -> itself, [L, B, K, S] -> [L, B, K * S] or [B, L * K * S]."""
+    if scope == "head":
+        return x
+    l, b, k, s = x.shape
+    if scope == "layer":
+        return x.reshape(l, b, k * s)
+    return x.transpose(1, 0, 2, 3).reshape(b, l * k * s)
+
+
+def unpooled(x: Array, shape: Sequence[int], scope: Scope) -> Array:
+    """The inverse of `pooled`; shape: what it was given."""
+    if scope == "model":
+        l, b, k, s = shape
+        return x.reshape(b, l, k, s).transpose(1, 0, 2, 3)
+    return x.reshape(shape)
+
+
+def pooled_budget(budget: Array, scope: Scope) -> Array:
+    """Tokens of each budget that `pooled` makes: int32[L, B, K] -> [L, B, K], [L, B] or [B]."""
+    if scope == "model":
+        return jnp.sum(budget, axis=(0, 2))
+    return jnp.sum(budget, axis=2) if scope == "layer" else budget
+
+
+def shared_counts(scores: Array, filled: Array, budget: Array, safe: Array | None, scope: Scope) -> Array:
+    """Tokens of each head among the best of all that share its budget: int32[L, B, K].
 
     Args:
       scores: f32[L, B, K, S]. filled: bool[L, B, K, S]. budget: int32[L, B, K], each head's before they share.
-      safe: bool[L, B, K, S] or None, tokens that stay in any case. layers: share among the heads of all layers.
+      safe: bool[L, B, K, S] or None, tokens that stay in any case.
     """
-    l, b, k, s = scores.shape
+    guarded = None if safe is None else pooled(safe, scope)
+    best = budgets.keep_top(pooled(scores, scope), pooled(filled, scope), pooled_budget(budget, scope), guarded)
+    return jnp.sum(unpooled(best, scores.shape, scope), axis=-1, dtype=jnp.int32)
 
-    def flat(x):
-        if layers:
-            return x.transpose(1, 0, 2, 3).reshape(1, b, l * k * s)
-        return x.reshape(l, b, k * s)
 
-    total = jnp.sum(budget, axis=2)
-    if layers:
-        total = jnp.sum(total, axis=0, keepdims=True)
-    best = budgets.keep_top(flat(scores), flat(filled), total, None if safe is None else flat(safe))
-    best = best.reshape(b, l, k, s).transpose(1, 0, 2, 3) if layers else best.reshape(l, b, k, s)
-    return jnp.sum(best, axis=-1, dtype=jnp.int32)
+def most_shared(budget: int, seen: int, config: ModelConfig, scope: Scope) -> int:
+    """Upper bound of the tokens of one head where heads share budgets: all of them, if the others keep none."""
+    sharing = {"model": config.num_layers * config.num_kv_heads, "layer": config.num_kv_heads, "head": 1}[scope]
+    return min(seen, sharing * budget)
 
 
 def averaged(scores: Array, granularity: str) -> Array:

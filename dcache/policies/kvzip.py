@@ -10,7 +10,16 @@ from dcache import cache as kv
 from dcache import model
 from dcache.attention import StatsRequest
 from dcache.errors import ConfigError
-from dcache.policies.base import Policy, later, shared_counts, slot_positions, statistics
+from dcache.policies.base import (
+    Policy,
+    Scope,
+    check_scope,
+    later,
+    most_shared,
+    shared_counts,
+    slot_positions,
+    statistics,
+)
 
 _FIRST = "\n\nRepeat the previous context exactly."
 _NEXT = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -41,14 +50,13 @@ class KVzip(Policy):
     paper = "arXiv 2505.23416"
     granularity = "head"
 
-    scope: str = "model"
+    scope: Scope = "model"
     sinks: int = 4
     part: int = 2048
     instructions: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self):
-        if self.scope not in ("model", "layer", "head"):
-            raise ConfigError(f"kvzip: scope is {self.scope!r}; use 'model', 'layer' or 'head'.")
+        check_scope(self)
         if self.sinks < 0 or self.part < _LEAD:
             raise ConfigError(
                 f"kvzip: sinks is {self.sinks} and part {self.part}; give sinks >= 0 and part >= {_LEAD}."
@@ -146,13 +154,8 @@ class KVzip(Policy):
     def allocate(self, cache, scores, filled, budget, protected):
         """By the scores of all heads together."""
         equal = super().allocate(cache, scores, filled, budget, protected)
-        if self.scope == "head":
-            return equal
-        return shared_counts(scores, filled, equal, protected, layers=self.scope == "model")
+        return equal if self.scope == "head" else shared_counts(scores, filled, equal, protected, self.scope)
 
     def most_kept(self, budget, seen, config):
         """All of them, if the others keep little."""
-        sharing = {"model": config.num_layers * config.num_kv_heads, "layer": config.num_kv_heads, "head": 1}[
-            self.scope
-        ]
-        return min(seen, sharing * budget)
+        return most_shared(budget, seen, config, self.scope)
