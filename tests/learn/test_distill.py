@@ -311,12 +311,66 @@ def test_clipping_and_decay():
         ({"law": "gumbel"}, "gumbel"), ({"horizon": 10, "evict_every": 3}, "multiple"), ({"samples": 0}, "samples"),
         ({"ratios": ()}, "ratios"), ({"ratios": (0.5, 1.5)}, "ratios"), ({"ratios": (0.0,)}, "ratios"),
         ({"entropy_form": "both"}, "entropy_form"), ({"steps": 10, "warmup_steps": 10}, "warmup_steps"),
-        ({"warmup_steps": -1}, "warmup_steps"), ({"steps": 0}, "steps is 0"), ({"average": 1.0}, "average"),
+        ({"warmup_steps": -1}, "warmup_steps"), ({"steps": 0}, "steps is 0"), ({"estimator": "soft"}, "estimator"),
+        ({"estimator": "relaxed", "evict_every": 2, "horizon": 8}, "evicts once"),
+        ({"temperature": 0.1}, "final_temperature"), ({"final_temperature": 0.0}, "final_temperature"),
+        ({"average": 1.0}, "average"),
     ],
 )  # fmt: skip
 def test_config_refusals(bad, says):
     with pytest.raises(ConfigError, match=says):
         DistillConfig(**bad)
+
+
+RELAXED = DistillConfig(
+    estimator="relaxed", steps=40, horizon=T, evict_every=0, ratios=(0.25,), minimum=4, learning_rate=0.02, warmup_steps=0,
+    temperature=2.0, final_temperature=0.5,
+)  # fmt: skip
+
+
+def relaxed_step(policy, state, index, config):
+    return train_jit(
+        state, naive.weights(), relaxed_text(policy), jnp.int32(index), jax.random.key(5),
+        model_config=TINY, policy=policy, config=config, most=MOST,
+    )  # fmt: skip
+
+
+@functools.cache
+def relaxed_text(policy):
+    prompts = [naive.some_tokens(P, seed=1), naive.some_tokens(24, seed=2)]
+    _, cache = naive.read(prompts, policy.needs, pad=P)
+    cache = policy.observe(naive.weights(), TINY, cache, None, None)
+    return dataclasses.replace(trajectories(), cache=cache)
+
+
+@pytest.mark.parametrize("granularity, scope", [("sequence", "head"), ("layer", "head"), ("head", "model")])
+def test_the_relaxed_estimator_learns(granularity, scope):
+    heads = (TINY.num_layers, TINY.num_kv_heads) if granularity == "head" else ()
+    policy = make("distillcache", signals=("pos", "last", "vnorm"), hidden=8, granularity=granularity, scope=scope,
+                  heads=heads)  # fmt: skip
+    state, history = distill.init_state(jax.random.key(0), policy, RELAXED), []
+    for _ in range(40):
+        state, metrics = relaxed_step(policy, state, 0, RELAXED)
+        assert set(metrics) == {"reward", "kl", "temperature", "ratio", "grad_norm", "baseline"}
+        history.append({k: float(v) for k, v in metrics.items()})
+    assert min(h["kl"] for h in history[-10:]) < 0.8 * history[0]["kl"]
+    assert history[0]["temperature"] == 2.0 and history[20]["temperature"] == pytest.approx(1.0)
+
+
+def test_the_relaxed_loss_counts_the_tokens_of_the_text_only():
+    policy = make("distillcache", signals=("pos",), hidden=8)
+    state = distill.init_state(jax.random.key(0), policy, RELAXED)
+    text = relaxed_text(policy)
+    cache = kv.select(text.cache, jnp.int32(1))
+    teacher = jax.jit(rollout.teacher_log_probs, static_argnums=1)(naive.weights(), TINY, cache, text.continuation[1])
+    kl = jax.jit(rollout.relaxed_student, static_argnums=(1, 2), static_argnames=("straight_through", "minimum"))(
+        naive.weights(), TINY, policy, state.params, cache, text.continuation[1], teacher, jnp.float32(0.25),
+        jnp.float32(2.0), straight_through=True, minimum=4,
+    )  # fmt: skip
+    _, metrics = relaxed_step(policy, state, 1, RELAXED)
+    counted = np.asarray(kl)[:5]
+    assert float(metrics["kl"]) == pytest.approx(counted.mean(), rel=1e-4)
+    assert float(metrics["reward"]) == pytest.approx(-sum(0.99**t * k for t, k in enumerate(counted)), rel=1e-4)
 
 
 def test_config_defaults_are_the_papers():

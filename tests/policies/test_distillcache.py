@@ -5,11 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dcache import cache as kv
 from dcache import signals
 from dcache.errors import ConfigError
 from dcache.policies import make
 from dcache.policies.distillcache import parameter_count
 from tests import naive
+from tests.naive import TINY
 
 
 def test_parameter_count():
@@ -90,7 +92,106 @@ def test_refusals():
         make("distillcache", signals=("beta",))
     with pytest.raises(ConfigError, match="none given"):
         make("distillcache", signals=())
-    with pytest.raises(ConfigError, match="entropy"):
-        make("distillcache", granularity="head")
+    with pytest.raises(ConfigError, match="scope is 'heads'"):
+        make("distillcache", granularity="head", scope="heads")
+    with pytest.raises(ConfigError, match="granularity 'sequence'"):
+        make("distillcache", scope="model")
+    with pytest.raises(ConfigError, match="heads is"):
+        make("distillcache", granularity="layer", heads=(2, 2))
+    with pytest.raises(ConfigError, match="heads is"):
+        make("distillcache", granularity="head", heads=(2,))
     with pytest.raises(ConfigError, match="layer_reduce"):
         make("distillcache", layer_reduce="sum")
+
+
+HEADS = (TINY.num_layers, TINY.num_kv_heads)
+
+
+@pytest.mark.parametrize("scope", ["head", "layer", "model"])
+def test_features_are_standardised_over_what_competes(scope):
+    names = ("alpha", "pos", "last_max", "vnorm")
+    policy = make("distillcache", granularity="head", scope=scope, signals=names)
+    cache, dense, alive, lengths = naive.decoded("head")
+    got = np.asarray(policy.features(cache))
+    for b, prompt in enumerate(lengths):
+        count = alive[b].shape[-1]
+        for f, name in enumerate(names):
+            raw = naive.signal(name, dense[b], alive[b], prompt, "head")
+            raw = np.log(raw + 1e-8) if signals.SIGNALS[name].is_mass else raw
+            raw = np.where(alive[b], np.broadcast_to(raw, alive[b].shape), np.nan)
+            axes = {"head": 2, "layer": (1, 2), "model": (0, 1, 2)}[scope]
+            want = (raw - np.nanmean(raw, axes, keepdims=True)) / np.nanstd(raw, axes, keepdims=True)
+            have = naive.by_position(got[:, b, ..., f], np.asarray(kv.positions(cache))[:, b], count)
+            np.testing.assert_allclose(have[alive[b]], want[alive[b]], rtol=5e-3, atol=2e-3, err_msg=name)
+
+
+@pytest.mark.parametrize("granularity", ["layer", "head"])
+def test_signals_over_all_layers_are_taken_after_the_prefill(granularity):
+    names = ("pos", "entropy", "alpha_all", "last_max_upper_near")
+    policy = make("distillcache", granularity=granularity, signals=names)
+    whole = make("distillcache", signals=names)
+    text = naive.some_tokens(48, seed=3)
+    _, cache = naive.read([text[:40]], policy.needs)
+    cache = policy.observe(None, TINY, cache, None, None)
+    want = np.asarray(whole.features(cache))  # [B, S, F]
+    got = np.asarray(policy.features(cache))
+    np.testing.assert_allclose(got, np.broadcast_to(want[:, None] if granularity == "layer" else want[:, None, None],
+                                                    (TINY.num_layers, *got.shape[1:])), rtol=1e-4, atol=1e-5)  # fmt: skip
+    # They stay with their tokens when other tokens go and come; what comes later has none, and stays.
+    keep = np.random.default_rng(0).random(kv.positions(cache).shape) < 0.5
+    if granularity == "layer":
+        keep = np.broadcast_to(keep[:, :, :1], keep.shape)
+    smaller = naive.compact(cache, jnp.asarray(keep), 40, 8)
+    _, smaller = naive.extend(naive.weights(), TINY, jnp.asarray(text[None, 40:]), smaller, jnp.int32(40))
+    after = np.asarray(policy.features(smaller))
+    position = np.asarray(kv.positions(smaller))
+    position = position if granularity == "head" else position[:, :, 0]
+    for index in np.ndindex(position.shape):
+        if 0 <= position[index] < 40:
+            np.testing.assert_allclose(after[index][1:], want[0, position[index], 1:], rtol=1e-4, atol=1e-5)
+    stays = np.asarray(policy.protects(smaller, jnp.asarray([9], jnp.int32)))
+    np.testing.assert_array_equal(stays, position >= 40)
+
+
+def test_heads_have_terms_of_their_own():
+    names = ("pos", "vnorm", "alpha")
+    policy = make("distillcache", granularity="head", scope="model", heads=HEADS, signals=names, hidden=8)
+    params = policy.init(jax.random.key(0))
+    features = jnp.asarray(np.random.default_rng(0).normal(size=(*HEADS[:1], 3, HEADS[1], 7, 3)), jnp.float32)
+    np.testing.assert_array_equal(policy.scores_of(params, features), 0)
+    inner = dict(params["params"])
+    slope, offset = (
+        jax.random.normal(jax.random.key(i), inner[name].shape) for i, name in enumerate(("slope", "offset"))
+    )
+    moved = {"params": inner | {"slope": slope, "offset": offset}}
+    want = np.einsum("lbksf,lkf->lbks", features, slope) + np.asarray(offset)[:, None, :, None]
+    np.testing.assert_allclose(policy.scores_of(moved, features), want, rtol=1e-4, atol=1e-5)
+    # With the network's last layer, the codes tell heads of equal features apart.
+    noisy = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape), params)
+    noisy = {"params": noisy["params"] | {"slope": inner["slope"], "offset": inner["offset"]}}
+    same = np.asarray(policy.scores_of(noisy, jnp.ones_like(features)))
+    assert len(np.unique(same.round(4))) == HEADS[0] * HEADS[1]
+
+
+def test_a_policy_with_heads_of_its_own_refuses_another_model():
+    policy = make("distillcache", granularity="head", heads=(30, 3), signals=("pos",))
+    with pytest.raises(ConfigError, match=f"30 layers of 3 key/value heads; the model has {HEADS[0]} of {HEADS[1]}"):
+        policy.observe(None, TINY, None, None, None)
+
+
+@pytest.mark.parametrize("scope", ["head", "layer", "model"])
+def test_keep_set_by_scope(scope):
+    policy = make("distillcache", granularity="head", scope=scope, heads=HEADS, signals=("alpha", "vnorm"), hidden=8)
+    params = jax.tree.map(
+        lambda x: x + 0.5 * jax.random.normal(jax.random.key(x.size), x.shape), policy.init(jax.random.key(0))
+    )
+    cache, *_ = naive.decoded("prefill")
+    scores = np.asarray(policy.scores(params, cache, None))
+    filled = np.asarray(signals.filled(cache, "head"))
+    got = np.asarray(policy.decide(params, cache, jnp.asarray([9, 12], jnp.int32), None))
+    for b, budget in enumerate((9, 12)):
+        for part in {"head": np.ndindex(HEADS), "layer": range(HEADS[0]), "model": [...]}[scope]:
+            s, f, g = (x[:, b][part].reshape(1, -1) for x in (scores, filled, got))
+            want = naive.top(s, f, budget * {"head": 1, "layer": HEADS[1], "model": HEADS[0] * HEADS[1]}[scope])
+            np.testing.assert_array_equal(g, want)
+        assert got[:, b].sum(-1).max() <= policy.most_kept(budget, int(cache.length[b]), TINY)
