@@ -12,6 +12,7 @@ Variants, after a colon (`--config=configs/smollm2.py:sequential`):
   tiny        the real code on a random model of 2 layers, in seconds
   demo        fewer steps, what `make demo` trains
   sequential  eviction every 8 of 32 tokens on the model's own continuation, 500 steps
+  head        every layer and head keeps tokens of its own, one budget for all of them; trained through relaxed keep-sets
   paper       the paper's settings (arXiv 2608.08878) on this model: 5 signals, eviction at every token, keep-set law
               and entropy term as the paper writes them, 10,000 steps
 """
@@ -23,9 +24,9 @@ from ml_collections import ConfigDict
 from dcache.errors import ConfigError
 from dcache.learn.distill import DistillConfig
 from dcache.policies.distillcache import DistillCache
-from dcache.signals import EXTENDED_SIGNALS, PAPER_SIGNALS
+from dcache.signals import EXTENDED_SIGNALS, HEAD_SIGNALS, PAPER_SIGNALS
 
-VARIANTS = ("tiny", "demo", "sequential", "paper")
+VARIANTS = ("tiny", "demo", "sequential", "head", "paper")
 
 
 def get_config(variant: str = "") -> ConfigDict:
@@ -72,6 +73,18 @@ def get_config(variant: str = "") -> ConfigDict:
         config.data.trajectory = "teacher"
         config.learn.update(steps=500, horizon=32, evict_every=8, samples=8)
         config.eval.update(horizon=32, evict_every=8)
+    elif variant == "head":
+        head_prior = {"window_max": 1.0, "alpha": 0.5, "last_max_near": 0.5, "last_upper_near": 1.0,
+                      "last_max_upper_near": 0.5, "window_mean_upper_near": 0.5}  # fmt: skip
+        config.policy = ConfigDict(
+            dataclasses.asdict(
+                DistillCache(
+                    signals=HEAD_SIGNALS, granularity="head", scope="model", heads=(30, 3), hidden=64,
+                    prior=tuple(head_prior.get(name, 0.0) for name in HEAD_SIGNALS),
+                )
+            )
+        )  # fmt: skip
+        config.learn.update(estimator="relaxed", steps=400)
     elif variant == "paper":
         config.checkpoint_every = 100
         config.data.trajectory = "teacher"
