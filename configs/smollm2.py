@@ -4,9 +4,9 @@
 
 trains a policy with one eviction after the prefill (25% kept) on 512-token prompts, half of them questions about facts
 hidden in real text, half plain text. `python launch/eval.py --config=configs/smollm2.py` compares it with the heuristics on
-held-out prompts. Result of seeds 0, 1, 2 at 25%, 200 held-out prompts of each kind: retrieval KL 0.157, 0.116, 0.120 (best
-heuristic SnapKV 0.235), accuracy 57, 61, 61% (SnapKV 56.5%, full cache 62%), plain-text KL 0.147, 0.137, 0.138 (H2O 0.135);
-`:sequential`: 0.139, 59%, 0.142. See docs/experiments.md, 8. Cost: about 6 minutes of training on 2 cores, `:sequential` 20.
+held-out prompts. Result of seeds 0, 1, 2 at 25%, 200 held-out prompts of each kind: retrieval KL 0.122, 0.128, 0.135 (best
+heuristic SnapKV 0.235), accuracy 59, 59.5, 59% (SnapKV 56.5%, full cache 62%), plain-text KL 0.146, 0.137, 0.140 (H2O 0.135);
+`:sequential`: 0.136, 59.5%, 0.141. See docs/experiments.md, 9. Cost: about 15 minutes of training on 2 cores, `:sequential` 20.
 
 Variants, after a colon (`--config=configs/smollm2.py:sequential`):
   tiny        the real code on a random model of 2 layers, in seconds

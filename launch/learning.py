@@ -2,7 +2,7 @@
 
 Trains three seeds of configs/smollm2.py and one of configs/smollm2.py:sequential, then evaluates all of them and the
 heuristics at 25%, evicted once, on 200 held-out retrieval prompts and 200 windows of plain text. Writes the verdict on
-each bar and all numbers to <workdir>/table.md. Takes about 80 minutes on 2 cores; what is done already is not done again.
+each bar and all numbers to <workdir>/table.md. Takes about 90 minutes on 2 cores; what is done already is not done again.
 
     --workdir=DIR  where everything goes (default: runs/learning)
     --prompts=N    held-out prompts of each kind (default: 200)
