@@ -21,7 +21,7 @@ setup: $(VENV)/.setup  ## create .venv with everything that the commands need (P
 demo: setup  ## train a policy on a real language model, compare it with the heuristics, write a report
 	@$(BIN)/python launch/demo.py
 
-learning: setup  ## the learning experiment: three seeds, 200 held-out prompts, paired intervals (80 minutes on 2 cores)
+learning: setup  ## the learning experiment: three seeds, 200 held-out prompts, paired intervals (90 minutes on 2 cores)
 	@$(BIN)/python launch/learning.py
 
 test: setup  ## run the tests (PYTEST_ARGS="tests/test_model.py -x" to choose)
