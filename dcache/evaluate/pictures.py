@@ -168,17 +168,21 @@ def training(metrics: Mapping[str, str | os.PathLike[str]], path: str | os.PathL
     """Reward and surprise (an estimate of the policy's entropy) over training, one line per run.
 
     Args:
-      metrics: label -> a `metrics.jsonl` with `step`, `reward` and `surprise` in each line.
+      metrics: label -> a `metrics.jsonl` with `step`, `reward` and, if keep-sets were sampled, `surprise` in each line.
 
     Raises:
       LoadError: a file is missing, damaged or empty.
     """
     runs = {label: _read_metrics(pathlib.Path(file)) for label, file in metrics.items()}
+    titles = {"reward": "Reward (minus the discounted KL over the horizon)"}
+    if any("surprise" in lines[0] for lines in runs.values()):
+        titles["surprise"] = "Entropy (surprise in nats per kept token)"
     with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(2, 1, figsize=(7, 5.5), sharex=True)
-        titles = ("Reward (minus the discounted KL over the horizon)", "Entropy (surprise in nats per kept token)")
-        for axis, field, title in zip(axes, ("reward", "surprise"), titles, strict=True):
+        figure, axes = plt.subplots(len(titles), 1, figsize=(7, 2.75 * len(titles)), sharex=True, squeeze=False)
+        for axis, (field, title) in zip(axes[:, 0], titles.items(), strict=True):
             for (label, lines), colour in zip(runs.items(), itertools.cycle((_TRAINED, *_COLOURS)), strict=False):
+                if field not in lines[0]:
+                    continue
                 step = np.asarray([line["step"] for line in lines])
                 value = np.asarray([line[field] for line in lines], np.float64)
                 window = max(1, len(value) // 12)
@@ -195,7 +199,7 @@ def training(metrics: Mapping[str, str | os.PathLike[str]], path: str | os.PathL
             if field == "reward":  # Rare bad prompts would flatten everything else.
                 every = np.concatenate([[line[field] for line in lines] for lines in runs.values()])
                 axis.set_ylim(np.percentile(every, 2), max(0.0, float(every.max())))
-        axes[1].set_xlabel("training step")
+        axes[-1, 0].set_xlabel("training step")
         _save(figure, path)
 
 
@@ -204,7 +208,7 @@ def _read_metrics(path: pathlib.Path) -> list[Record]:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
         raise LoadError(f"The training metrics {path} cannot be read ({error}); train again with --resume.") from error
-    lines = [line for line in lines if "reward" in line and "surprise" in line]
+    lines = [line for line in lines if "reward" in line]
     if not lines:
         raise LoadError(f"The training metrics {path} hold no step; train first.")
     return lines

@@ -55,9 +55,10 @@ def test_retained(sample, tmp_path, budget):
     assert has_colour(drawn(tmp_path / "a.png"), pictures._TRAINED)
 
 
-def write_metrics(path, steps):
-    lines = [json.dumps({"step": s, "reward": -1.0 / (s + 1), "surprise": 5.0 - s / 9}) for s in range(1, steps + 1)]
-    path.write_text("\n".join(lines) + "\n")
+def write_metrics(path, steps, sampled=True):
+    lines = [{"step": s, "reward": -1.0 / (s + 1)} | ({"surprise": 5.0 - s / 9} if sampled else {})
+             for s in range(1, steps + 1)]  # fmt: skip
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
     return path
 
 
@@ -71,6 +72,14 @@ def test_training_of_several_runs(tmp_path):
     runs = {name: write_metrics(tmp_path / f"{name}.jsonl", 30) for name in ("a", "b")}
     pictures.training(runs, tmp_path / "a.png")
     assert has_colour(drawn(tmp_path / "a.png"), pictures._COLOURS[0])
+
+
+def test_training_without_sampled_keep_sets(tmp_path):
+    relaxed = write_metrics(tmp_path / "relaxed.jsonl", 30, sampled=False)
+    pictures.training({"relaxed": relaxed}, tmp_path / "a.png")
+    pictures.training({"relaxed": relaxed, "sampled": write_metrics(tmp_path / "b.jsonl", 30)}, tmp_path / "b.png")
+    one, two = drawn(tmp_path / "a.png"), drawn(tmp_path / "b.png")
+    assert one.shape[0] < two.shape[0]  # no empty panel
 
 
 def test_training_without_metrics(tmp_path):
