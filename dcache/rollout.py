@@ -9,6 +9,7 @@ continuation token t is fed first shows in the distribution after token t.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -18,10 +19,10 @@ from jax import Array
 from dcache import budget as budgets
 from dcache import cache as kv
 from dcache import model, signals, subset
-from dcache.attention import StatsRequest
+from dcache.attention import EMPTY, StatsRequest
 from dcache.config import ModelConfig
 from dcache.errors import ConfigError
-from dcache.policies.base import Policy, keep_set, pooled, pooled_budget, read, shaped, spread, unpooled
+from dcache.policies.base import Policy, keep_set, pooled, pooled_budget, shaped, spread, unpooled
 from dcache.relaxed import soft_keep
 
 
@@ -62,7 +63,7 @@ class Trajectories:
 
 def teach(
     params: model.Params, decode_params: model.Params, config: ModelConfig, tokens: Array, length: Array, given: Array,
-    given_length: Array, own: Array, stop: Array, policy: Policy, *, decode: bool,
+    given_length: Array, own: Array, stop: Array, policies: tuple[Policy, ...], *, decode: bool,
 ) -> Trajectories:  # fmt: skip
     """Reads prompts and fixes the text that follows each: given, or the teacher's own greedy continuation.
 
@@ -70,25 +71,31 @@ def teach(
       params: stacked. decode_params: the same weights in the layout for decoding (see `model.unstack`).
       tokens: int32[B, S], padded on the right. length: int32[B].
       given: int32[B, T], padded. given_length: int32[B], its real tokens. own: bool[B], ignore `given` and continue greedily.
-      stop: int32[E], token ids that end a text. policy: whose signals the cache is to have.
-      decode: static; False if no `own` is set.
+      stop: int32[E], token ids that end a text. policies: static; the cache is to have what their scores look at (what
+        counts of the continuation is shown to them, but only the oracle looks). decode: static; False if no `own` is set.
     """
-    hidden, cache = read(policy, params, config, tokens, length)
+    request = functools.reduce(lambda a, b: a | b, (policy.needs for policy in policies), StatsRequest())
+    hidden, cache = model.prefill(params, config, tokens, length, request)
     horizon = given.shape[1]
     weight = (jnp.arange(horizon)[None] < given_length[:, None]).astype(jnp.float32)
     if not decode:
-        return Trajectories(cache, given, weight)
+        return Trajectories(_observed(params, config, cache, tokens, given, weight, policies), given, weight)
     first = jnp.argmax(model.last_logits(params, config, hidden, length), axis=-1).astype(jnp.int32)
     room = kv.grow(kv.restrict(cache, StatsRequest()), horizon)
     if isinstance(decode_params["layers"], tuple):
         room = kv.unstack(room)
     greedy = greedy_continuation(decode_params, config, first, room, horizon)
     ended = jnp.cumsum(jnp.any(greedy[..., None] == stop[None, None], axis=-1), axis=1, dtype=jnp.int32) > 0
-    return Trajectories(
-        cache,
-        jnp.where(own[:, None], greedy, given),
-        jnp.where(own[:, None], 1.0 - ended.astype(jnp.float32), weight),
-    )
+    continuation = jnp.where(own[:, None], greedy, given)
+    weight = jnp.where(own[:, None], 1.0 - ended.astype(jnp.float32), weight)
+    return Trajectories(_observed(params, config, cache, tokens, continuation, weight, policies), continuation, weight)
+
+
+def _observed(params, config, cache, tokens, continuation, weight, policies) -> kv.Cache:
+    """The cache after each policy's own passes over the prompts."""
+    for policy in policies:
+        cache = policy.observe(params, config, cache, tokens, jnp.where(weight > 0, continuation, EMPTY))
+    return cache
 
 
 def greedy_continuation(

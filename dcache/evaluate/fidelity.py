@@ -23,7 +23,7 @@ from jax import Array
 from dcache import budget as budgets
 from dcache import cache as kv
 from dcache import model, rollout
-from dcache.attention import EMPTY, StatsRequest
+from dcache.attention import StatsRequest
 from dcache.config import ModelConfig
 from dcache.data.prompts import Prompt, is_correct
 from dcache.errors import ConfigError, DcacheError
@@ -132,18 +132,7 @@ def make_arms(methods: Mapping[str, Trained], budget_list: Sequence[float | int]
 # ---------------------------------------------------------------------------------------------------------------------
 # Compiled parts. `policies_` is a static tuple, `weights` the tuple of their parameters, A arms.
 
-_teach = jax.jit(rollout.teach, static_argnames=("config", "request", "decode"))
-
-
-@functools.partial(jax.jit, static_argnames=("config", "policies_"))
-def _observe(
-    params: model.Params, config: ModelConfig, tokens: Array, taught: rollout.Trajectories, policies_: tuple[Policy, ...]
-) -> rollout.Trajectories:  # fmt: skip
-    """Each policy's own passes over the prompts int32[B, S]; what counts of the continuation is shown to them."""
-    cache, continuation = taught.cache, jnp.where(taught.weight > 0, taught.continuation, EMPTY)
-    for policy in policies_:
-        cache = policy.observe(params, config, cache, tokens, continuation)
-    return dataclasses.replace(taught, cache=cache)
+_teach = jax.jit(rollout.teach, static_argnames=("config", "policies", "decode"))
 
 
 def _decide(
@@ -320,14 +309,13 @@ def evaluate(
     _check(prompts, arms, settings)
     arms = [dataclasses.replace(arm, policy=arm.policy.bind(lm.tokenizer)) for arm in arms]
     policies_ = tuple(dict.fromkeys(arm.policy for arm in arms))
-    request = functools.reduce(lambda a, b: a | b, (arm.policy.needs for arm in arms))
     for kind in ("retrieval", "text"):
         chosen = [p for p in prompts if p.kind == kind]
         for at in range(0, len(chosen), settings.batch):
             block = chosen[at : at + settings.batch]
             if all(p.name in skip for p in block):
                 continue
-            taught = _read(lm, block, settings, request, policies_)
+            taught = _read(lm, block, settings, policies_)
             for i, prompt in enumerate(block):
                 if prompt.name not in skip:
                     yield _evaluate_one(lm, prompt, i, taught, arms, settings)
@@ -348,7 +336,7 @@ def _check(prompts: Sequence[Prompt], arms: Sequence[Arm], settings: Settings) -
 
 
 def _read(
-    lm: LanguageModel, block: Sequence[Prompt], settings: Settings, request: StatsRequest, policies_: tuple[Policy, ...]
+    lm: LanguageModel, block: Sequence[Prompt], settings: Settings, policies_: tuple[Policy, ...]
 ) -> rollout.Trajectories:  # fmt: skip
     """The full-cache model's pass over up to `settings.batch` prompts, always in the same shape, and the policies' own."""
     rows = [*block, *[block[-1]] * (settings.batch - len(block))]
@@ -358,14 +346,13 @@ def _read(
         tokens[i, : len(prompt.tokens)] = prompt.tokens
         given[i, : len(prompt.continuation)] = prompt.continuation[: settings.horizon]
     own = block[0].kind == "retrieval"
-    taught = _teach(
+    return _teach(
         lm.params, lm.decode_params, lm.config, jnp.asarray(tokens),
         jnp.asarray([len(p.tokens) for p in rows], jnp.int32), jnp.asarray(given),
         jnp.asarray([min(len(p.continuation), settings.horizon) for p in rows], jnp.int32),
         jnp.full((len(rows),), own), jnp.asarray(lm.tokenizer.eos_ids, jnp.int32),
-        dataclasses.replace(request, extra=()), decode=own,
+        policies_, decode=own,
     )  # fmt: skip
-    return _observe(lm.params, lm.config, jnp.asarray(tokens), taught, policies_)
 
 
 def _evaluate_one(

@@ -35,11 +35,11 @@ class DistillConfig:
     """Everything that the learning rule depends on. Defaults are the paper's where it gives a value.
 
     Attributes:
-      estimator: "reinforce" as the paper, or "relaxed" (any granularity; one eviction, after the prefill).
       steps: updates, one prompt each. horizon: T, continuation tokens. evict_every: tokens between evictions (the paper:
         1); 0 evicts once, after the prefill.
       samples: K, keep-sets drawn per prompt; at least 2 use the leave-one-out baseline, 1 uses the moving average.
       ratios: budget ratios; one is drawn per step. minimum: B_min.
+      estimator: "reinforce" as the paper, or "relaxed" (any granularity; one eviction, after the prefill).
       law: keep-set distribution, see `dcache.subset`.
       gamma: discount per token. entropy_bonus: beta. entropy_form: "score" adds the centred, detached surprise per kept
         token to the return (the score-function gradient of the entropy); "direct" differentiates the surprise itself, as
@@ -53,13 +53,13 @@ class DistillConfig:
         noisy, their mean is less so); 0 takes the last weights, as the paper does.
     """
 
-    estimator: Literal["reinforce", "relaxed"] = "reinforce"
     steps: int = 10_000
     horizon: int = 64
     evict_every: int = 1
     samples: int = 8
     ratios: tuple[float, ...] = (0.5, 0.25, 0.125)
     minimum: int = 32
+    estimator: Literal["reinforce", "relaxed"] = "reinforce"
     law: subset.Law = "plackett_luce"
     gamma: float = 0.99
     entropy_bonus: float = 0.01

@@ -108,7 +108,7 @@ class _Run:
         on_cpu = jax.default_backend() == "cpu"
         self.decode_params = jax.jit(model.unstack)(lm.params) if on_cpu else lm.params
         self.teach = jax.jit(
-            functools.partial(teach, config=lm.config, policy=experiment.policy), static_argnames="decode"
+            functools.partial(teach, config=lm.config, policies=(experiment.policy,)), static_argnames="decode"
         )
         most = max(tokens_kept(ratio, data.length + learn.horizon, learn.minimum) for ratio in learn.ratios)
         self.update = jax.jit(

@@ -126,7 +126,7 @@ class DistillCache(Policy):
     @property
     def needs(self):
         """Whatever the signals need."""
-        return signal_lib.needs(self.signals) | StatsRequest(extra=self.once)
+        return signal_lib.needs(self.signals) | StatsRequest(extra=tuple(map(self._key, self.once)))
 
     def init(self, key: Array) -> Any:
         """Fresh weights, float32."""
@@ -148,8 +148,16 @@ class DistillCache(Policy):
         taken = signal_lib.standardise(self.once, raw, signal_lib.filled(cache), logs=self.logs)
         for i, name in enumerate(self.once):
             spread = jnp.broadcast_to(taken[None, :, None, :, i], kv.positions(cache).shape)
-            cache = kv.with_extra(cache, name, spread)
+            cache = kv.with_extra(cache, self._key(name), spread)
         return cache
+
+    def _key(self, name: str) -> str:
+        """Under which a signal that is taken once stands among the cache's statistics."""
+        return f"{name}, {'log' if self.logs else 'raw'}"
+
+    def _taken(self, cache: kv.Cache, name: str) -> Array:
+        key = self._key(name)
+        return statistics(cache, lambda stats: stats.extra[key])
 
     def features(self, cache) -> Array:
         """Standardised signals f32[..., S, F] of a cache, the network's input."""
@@ -164,7 +172,7 @@ class DistillCache(Policy):
             done = signal_lib.standardise(own, competing, mask, logs=self.logs)
             by_name = {name: unpooled(done[..., i], filled.shape, self.scope) for i, name in enumerate(own)}
         for name in self.once:
-            taken = statistics(cache, lambda stats, name=name: stats.extra[name])
+            taken = self._taken(cache, name)
             taken = jnp.where(jnp.isinf(taken), 0.0, taken)
             by_name[name] = taken if self.granularity == "head" else taken[:, :, 0]
         return jnp.stack([by_name[name] for name in self.signals], axis=-1)
@@ -182,7 +190,7 @@ class DistillCache(Policy):
     def protects(self, cache, budget):
         """What came after the prompt, if signals were taken there."""
         del budget
-        return later(cache, self.once[0], self.granularity) if self.once else None
+        return later(cache, self._key(self.once[0]), self.granularity) if self.once else None
 
     def allocate(self, cache, scores, filled, budget, protected):
         """By the scores of all that compete."""

@@ -79,7 +79,7 @@ def changed(**fields):
         ({"policy__signals": ("alpha", "vibes")}, r"Unknown signals \['vibes'\]"),
         (
             {"policy__signals": ("alpha",), "policy__prior": (), "policy__granularity": "head"},
-            "learner trains 'sequence' policies",
+            "REINFORCE trains 'sequence' policies",
         ),
     ],
 )
