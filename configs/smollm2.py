@@ -84,7 +84,7 @@ def get_config(variant: str = "") -> ConfigDict:
                 )
             )
         )  # fmt: skip
-        config.learn.update(estimator="relaxed", steps=400)
+        config.learn.update(estimator="relaxed", steps=450, ratios=(0.25, 0.125))
     elif variant == "paper":
         config.checkpoint_every = 100
         config.data.trajectory = "teacher"
