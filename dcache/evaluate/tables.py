@@ -127,7 +127,11 @@ def comparisons(header: Record, records: Sequence[Record]) -> list[Comparison]:
 
 
 def best_heuristic(records: Sequence[Record], kind: str, budget: str, names: Sequence[str]) -> str | None:
-    """The heuristic of lowest mean KL on the prompts of a kind, or None if no prompt has one."""
+    """The heuristic of lowest mean KL on the prompts of a kind, or None if no prompt has one.
+
+    The oracle knows the text to come: it is a ceiling, not a heuristic that one could use.
+    """
+    names = [name for name in names if name.partition("@")[0] != "oracle"]
     values = paired(records, kind, "kl", *((name, budget) for name in names)) if names else []
     means = {name: sum(v) / len(v) for name, v in zip(names, values, strict=True) if v}
     return min(means, key=lambda name: means[name]) if means else None

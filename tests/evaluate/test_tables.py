@@ -60,6 +60,15 @@ def test_best_heuristic_follows_the_numbers(sample):
     assert tables.best_heuristic(records, "text", "50%", []) is None
 
 
+def test_the_oracle_is_no_heuristic(sample):
+    _, records = sample
+    for record in records:
+        for name in ("oracle", "oracle@sequence"):
+            record["arms"][name] = {"50%": {**record["arms"]["h2o"]["50%"], "kl": 0.0}}
+    assert tables.best_heuristic(records, "text", "50%", ["oracle", "h2o", "oracle@sequence", "random"]) == "h2o"
+    assert tables.best_heuristic(records, "text", "50%", ["oracle"]) is None
+
+
 def test_too_few_prompts_are_flagged(sample):
     header, records = sample
     for i, record in enumerate(records):
