@@ -1,3 +1,5 @@
+import re
+
 import pytest
 from ml_collections import ConfigDict
 
@@ -17,7 +19,9 @@ def test_every_configuration_is_valid(module, variant):
     name = module.__name__.removeprefix("configs.")
     assert config.name == (f"{name}-{variant}" if variant else name)
     # The docstring explains every variant and gives the command.
-    assert f"--config=configs/{name}.py" in module.__doc__ and (not variant or f"\n  {variant} " in module.__doc__)
+    assert f"--config=configs/{name}.py" in module.__doc__ and (
+        not variant or re.search(rf"\n  (\w+, )*{variant}[ ,\n]", module.__doc__)
+    )
     # Every field can be set on the command line.
     assert {"gamma", "clip_norm", "baseline_decay", "minimum"} <= set(config.learn)
     assert {"hidden", "layers", "layer_reduce", "logs", "granularity"} <= set(config.policy)
