@@ -28,7 +28,7 @@ def start(*arguments, cwd=ROOT, **environment):
 def test_mistakes_on_the_command_line_are_one_line(tmp_path):
     cases = {
         ("--config=configs/smollm2.py:tiny", "--config.learn.stepz=3"): "unknown configuration field 'stepz'",
-        ("--config=configs/smollm2.py:huge",): "no variant 'huge'; use one of tiny, demo, sequential, paper",
+        ("--config=configs/smollm2.py:huge",): "no variant 'huge'; use one of tiny, demo, sequential, ",
         ("--config=configs/nothing.py",): "the configuration file cannot be read",
         ("--config=configs/smollm2.py:tiny", "--config.model=nothing"): "'nothing' is no known model",
     }
