@@ -213,7 +213,7 @@ def relaxed_student(
     Args:
       params: stacked. policy: a learned policy of any granularity, with its weights.
       cache, continuation, teacher, ratio, minimum: as in `sample_students`.
-      temperature, straight_through: see `dcache.learn.relaxed`.
+      temperature, straight_through: see `dcache.relaxed`.
     """
     horizon = continuation.shape[0]
     with jax.named_scope("policy"):

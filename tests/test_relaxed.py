@@ -17,7 +17,6 @@ from tests.naive import TINY
 
 P, T = 40, 6
 TEXT = naive.some_tokens(P + T, seed=4)
-threshold = jax.jit(relaxed.threshold)
 soft_keep = jax.jit(relaxed.soft_keep, static_argnames="straight_through")
 student_jit = jax.jit(rollout.relaxed_student, static_argnums=(1, 2), static_argnames=("straight_through", "minimum"))
 
