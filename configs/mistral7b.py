@@ -40,6 +40,7 @@ def get_config(variant: str = "") -> ConfigDict:
 
     config = ConfigDict()
     config.name = f"mistral7b-{variant}" if variant else "mistral7b"
+    config.method = "distillcache"
     config.model = "mistralai/Mistral-7B-Instruct-v0.3"
     config.dtype = "bfloat16"
     config.seed = 0

@@ -40,6 +40,7 @@ def get_config(variant: str = "") -> ConfigDict:
 
     config = ConfigDict()
     config.name = f"smollm2-{variant}" if variant else "smollm2"
+    config.method = "distillcache"
     config.model = "smollm2"
     config.dtype = "float32"
     config.seed = 0

@@ -103,20 +103,20 @@ _logits = jax.jit(model.full_logits, static_argnames="config")
 
 @functools.partial(jax.jit, static_argnames=("config", "policy"))
 def _score(params, config, policy, weights, tokens, length, key):
-    _, cache = read(policy, params, config, tokens, length)
+    _, cache = read(policy, weights, params, config, tokens, length)
     return spread(policy.scores(weights, cache, key), cache, policy.granularity)[:, 0]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "policy"))
 def _keep(params, config, policy, weights, tokens, length, budget, key):
-    _, cache = read(policy, params, config, tokens, length)
+    _, cache = read(policy, weights, params, config, tokens, length)
     return keep_set(policy, weights, cache, budgets.tokens_kept_traced(budget, length), key)[:, 0]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "policy", "evict_every"))
 def _follow(params, config, policy, weights, tokens, length, continuation, count, budget, key, evict_every):
     future = jnp.where(jnp.arange(continuation.shape[0]) < count, continuation, EMPTY)
-    hidden, cache = read(policy, params, config, tokens, length, future[None])
+    hidden, cache = read(policy, weights, params, config, tokens, length, future[None])
     first = jax.nn.log_softmax(model.last_logits(params, config, hidden, length))
     teacher = rollout.teacher_log_probs(params, config, cache, continuation)
     student, _ = rollout.follow(

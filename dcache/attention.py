@@ -39,6 +39,7 @@ class StatsRequest:
         gives the paper's entropy signal); 0 for none.
       projected: L1 norm of each value after its query head's output projection.
       queries: mean and second moment of the queries before their rotary embedding.
+      hidden: normalised hidden states that enter each layer's attention, of the prompt's tokens, for `Policy.observe` only.
       extra: names of statistics that the policy itself puts into `Stats.extra` (see `Policy.observe`).
     """
 
@@ -49,6 +50,7 @@ class StatsRequest:
     spreads: tuple[int, ...] = ()
     projected: bool = False
     queries: bool = False
+    hidden: bool = False
     extra: tuple[str, ...] = ()
 
     def __or__(self, other: "StatsRequest") -> "StatsRequest":
@@ -61,6 +63,7 @@ class StatsRequest:
             tuple(sorted({*self.spreads, *other.spreads})),
             self.projected or other.projected,
             self.queries or other.queries,
+            self.hidden or other.hidden,
             tuple(sorted({*self.extra, *other.extra})),
         )
 

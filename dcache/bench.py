@@ -65,7 +65,7 @@ def training_step(
         steps=100, horizon=horizon, evict_every=evict_every, samples=samples, ratios=(0.25,), warmup_steps=1
     )
     state = init_state(jax.random.key(0), policy, config)
-    teach = jax.jit(functools.partial(rollout.teach, config=lm.config, policies=(trained.policy,), decode=True))
+    teach = jax.jit(functools.partial(rollout.teach, config=lm.config, policies=(policy,), weights=((),), decode=True))
     most = budgets.tokens_kept(0.25, prompt + horizon)
     update = jax.jit(functools.partial(train_step, model_config=lm.config, policy=policy, config=config, most=most))
     prefill = jax.jit(functools.partial(model.prefill, config=lm.config, request=StatsRequest()))

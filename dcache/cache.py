@@ -51,6 +51,8 @@ class Cache:
         position p lies in row p % W. Only meaningful while all heads and layers share one slot layout.
       row_entropy: f32[B, W] or None: entropy in nats of each row when its query was processed; 0 for an absent row.
       queries: moments of all queries so far, or None.
+      hidden: [B, L, T, D] or None: what entered each layer's attention, of a prompt's tokens. There only between the prefill
+        and the policies' own looks at it (`Policy.observe`): it is larger than the keys and values.
     """
 
     layers: Any
@@ -59,6 +61,7 @@ class Cache:
     rows: Any = None
     row_entropy: Any = None
     queries: Any = None
+    hidden: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -113,13 +116,14 @@ def unstack(cache: Cache) -> Cache:
 
 
 def from_prompt(
-    k: Array, v: Array, position: Array, stats: Stats, rows: Array | None, queries: QueryMoments | None = None
-) -> Cache:
+    k: Array, v: Array, position: Array, stats: Stats, rows: Array | None, queries: QueryMoments | None = None,
+    hidden: Array | None = None,
+) -> Cache:  # fmt: skip
     """The cache that a prefill leaves behind, slot t holding token t.
 
     Args:
       k, v: [L, B, K, T, H]. position: int32[B, T], `EMPTY` for padding. stats: fields [L, B, N, T].
-      rows: f32[B, W, T] or None, see `Cache.rows`. queries: see `Cache.queries`.
+      rows: f32[B, W, T] or None, see `Cache.rows`. queries, hidden: see `Cache`.
     """
     layers, _, heads, _, _ = k.shape
     full = jnp.broadcast_to(position[None, :, None], (layers, position.shape[0], heads, position.shape[1]))
@@ -127,7 +131,7 @@ def from_prompt(
     norm = jnp.where(full >= 0, jnp.linalg.norm(v.astype(jnp.float32), axis=-1), 0.0)
     length = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
     entropy = None if rows is None else row_entropies(rows)
-    return Cache(LayerCache(k, v, full, norm, stats), None, length, rows, entropy, queries)
+    return Cache(LayerCache(k, v, full, norm, stats), None, length, rows, entropy, queries, hidden)
 
 
 def row_entropies(rows: Array) -> Array:
@@ -292,7 +296,8 @@ def restrict(cache: Cache, request: StatsRequest) -> Cache:
         layers = dataclasses.replace(cache.layers, stats=one(cache.layers.stats))
     rows = (cache.rows, cache.row_entropy) if request.rows else (None, None)
     queries = cache.queries if request.queries else None
-    return dataclasses.replace(cache, layers=layers, rows=rows[0], row_entropy=rows[1], queries=queries)
+    hidden = cache.hidden if request.hidden else None
+    return dataclasses.replace(cache, layers=layers, rows=rows[0], row_entropy=rows[1], queries=queries, hidden=hidden)
 
 
 def with_extra(cache: Cache, name: str, value: Array) -> Cache:

@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array
 
 from dcache.errors import CheckpointError, DcacheError
-from dcache.learn.distill import TrainState
+from dcache.learn.state import TrainState
 from dcache.policies import REGISTRY, Trained, make
 from dcache.workdir import atomic_write
 

@@ -1,6 +1,7 @@
 """A configuration file's ConfigDict as frozen dataclasses, checked field by field before any work is done."""
 
 import dataclasses
+import importlib
 import types
 import typing
 from collections.abc import Mapping
@@ -8,8 +9,7 @@ from typing import Any, Literal
 
 from dcache import budget
 from dcache.errors import ConfigError
-from dcache.learn.distill import DistillConfig
-from dcache.policies.distillcache import DistillCache
+from dcache.policies import REGISTRY
 
 Trajectory = Literal["mixed", "teacher", "given"]
 BENCHMARKS = "longbench+gsm8k"
@@ -75,12 +75,14 @@ class Experiment:
     """Everything that a training run and its evaluation depend on.
 
     Attributes:
-      name: of the run's default folder. model, dtype: see `dcache.load.load`. seed: of weights, keep-sets and prompts.
+      name: of the run's default folder. method: name of the learned policy; `policy` and `learn` have its fields.
+      model, dtype: see `dcache.load.load`. seed: of weights, keep-sets and prompts.
       teacher_batch: prompts that the teacher reads at once. checkpoint_every: steps between checkpoints.
       keep_checkpoints: how many of the newest stay. data, policy, learn, eval: see their classes.
     """
 
     name: str
+    method: str
     model: str
     dtype: str
     seed: int
@@ -88,8 +90,8 @@ class Experiment:
     checkpoint_every: int
     keep_checkpoints: int
     data: DataConfig
-    policy: DistillCache
-    learn: DistillConfig
+    policy: Any
+    learn: Any
     eval: EvalConfig
 
     def __post_init__(self):
@@ -98,11 +100,7 @@ class Experiment:
                 raise ConfigError(f"{field} is {getattr(self, field)}; give 1 or more.")
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed is {self.seed}; give a number from 0 to {2**32 - 1}.")
-        if self.policy.granularity != "sequence" and self.learn.estimator != "relaxed":
-            raise ConfigError(
-                f"policy.granularity is {self.policy.granularity!r} with learn.estimator {self.learn.estimator!r}; REINFORCE "
-                "trains 'sequence' policies, the 'relaxed' estimator all."
-            )
+        self.learn.check(self.policy)
 
     def identity(self) -> dict[str, Any]:
         """What decides the course of training, as plain values: a checkpoint of one identity fits no other."""
@@ -119,11 +117,16 @@ def from_config(config: Mapping[str, Any] | Any) -> Experiment:
       ConfigError: an unknown or missing field, or a value of the wrong type or outside its range; the message names it.
     """
     plain = config.to_dict() if hasattr(config, "to_dict") else config
-    return _build(Experiment, plain, "config")
+    method = plain.get("method") if isinstance(plain, Mapping) else None
+    learned = {name: cls for name, cls in REGISTRY.items() if cls.learner}
+    if method not in learned:
+        raise ConfigError(f"config.method is {method!r}; use a learned policy's name: {', '.join(sorted(learned))}.")
+    rule = importlib.import_module(learned[method].learner).Config
+    return _build(Experiment, plain, "config", policy=learned[method], learn=rule)
 
 
-def _build(cls: type, values: Any, where: str) -> Any:
-    """A dataclass from a mapping, nested dataclasses included."""
+def _build(cls: type, values: Any, where: str, **types_of: type) -> Any:
+    """A dataclass from a mapping, nested dataclasses included; `types_of` says what fields without a type of their own are."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where} is {values!r}; give a group of fields.")
     fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -133,7 +136,7 @@ def _build(cls: type, values: Any, where: str) -> Any:
     missing = [name for name, field in fields.items() if name not in values and field.default is dataclasses.MISSING]
     if missing:
         raise ConfigError(f"{where} lacks {', '.join(missing)}; see the files in configs/ for an example.")
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls) | types_of
     return cls(**{name: _convert(value, hints[name], f"{where}.{name}") for name, value in values.items()})
 
 

@@ -133,7 +133,7 @@ def _start(
 ) -> tuple[Array, kv.Cache]:
     """Prefill, first token, first eviction: (int32[B], the cache for decoding)."""
     temperature, top_p, key = sampling
-    hidden, cache = read(plan.policy, params, plan.config, tokens, length)
+    hidden, cache = read(plan.policy, weights, params, plan.config, tokens, length)
     logits = model.last_logits(params, plan.config, hidden, length)
     first = sample_token(logits, temperature, top_p, _keys(key, jnp.int32(0), length.shape[0]), greedy=plan.greedy)
     allowed = budgets.tokens_kept_traced(budget, length)

@@ -127,10 +127,9 @@ def _project(x: Array, weight: Array) -> Array:
     return out.reshape(*x.shape[:-1], *weight.shape[1:])
 
 
-def _qkv(p: Params, x: Array, position: Array, config: ModelConfig) -> tuple[Array, Array, Array, Array]:
-    """q [B,T,N,H] before and after its rotation, rotated k [B,T,K,H] and v [B,T,K,H]."""
+def _qkv(p: Params, h: Array, position: Array, config: ModelConfig) -> tuple[Array, Array, Array, Array]:
+    """q [B,T,N,H] before and after its rotation, rotated k [B,T,K,H] and v [B,T,K,H] of normalised h [B,T,D]."""
     with jax.named_scope("qkv"):
-        h = rms_norm(x, p["attn_norm"], config.norm_eps)
         q, k, v = _project(h, p["q"]), _project(h, p["k"]), _project(h, p["v"])
         if config.qkv_bias:
             q, k, v = (a + p[f"{n}_bias"][None, None] for a, n in ((q, "q"), (k, "k"), (v, "v")))
@@ -214,7 +213,8 @@ def prefill(
 
     def body(carry, p, _):
         x, rows = carry
-        unrotated, q, k, v = _qkv(p, x, index, config)
+        h = rms_norm(x, p["attn_norm"], config.norm_eps)
+        unrotated, q, k, v = _qkv(p, h, index, config)
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
         with jax.named_scope("attend"):
             attended, stats, layer_rows = attend_prompt(q, k, v, position, request, config.sliding_window)
@@ -224,17 +224,18 @@ def prefill(
             norms = jnp.where(position[:, None] >= 0, _projected(p, v), 0.0)
             stats = dataclasses.replace(stats, projected=norms)
         moments = _moments(unrotated, position) if request.queries else None
-        return (_finish(p, x, attended, config), rows), (k, v, stats, moments)
+        return (_finish(p, x, attended, config), rows), (k, v, stats, moments, h if request.hidden else None)
 
     rows: Any = jnp.zeros((tokens.shape[0], request.rows, t), jnp.float32) if request.rows else None
-    (x, rows), (k, v, stats, moments) = run_layers(body, (embed(params, tokens), rows), params["layers"], None)
+    (x, rows), (k, v, stats, moments, hidden) = run_layers(body, (embed(params, tokens), rows), params["layers"], None)
     queries = None
     if moments is not None:
         count = jnp.sum(position >= kv.QueryMoments.SKIP, axis=1).astype(jnp.float32)
         frequencies = jnp.asarray(rope_frequencies(config))
         frequencies = jnp.broadcast_to(frequencies[None], (count.shape[0], frequencies.shape[0]))
         queries = kv.QueryMoments(count, moments[0].swapaxes(0, 1), moments[1].swapaxes(0, 1), frequencies)
-    return x, kv.from_prompt(k, v, position, stats, rows, queries)
+    hidden = None if hidden is None else hidden.swapaxes(0, 1)
+    return x, kv.from_prompt(k, v, position, stats, rows, queries, hidden)
 
 
 def last_logits(params: Params, config: ModelConfig, hidden: Array, length: Array) -> Array:
@@ -281,7 +282,7 @@ def extend_watched(
     def body(carry, p, state):
         x, rows = carry
         layer, prompt, weight_l = state
-        unrotated, q, k, v = _qkv(p, x, position, config)
+        unrotated, q, k, v = _qkv(p, rms_norm(x, p["attn_norm"], config.norm_eps), position, config)
         with jax.named_scope("cache_update"):
             filled = jnp.repeat(layer.position >= 0, group, axis=1)
             if start is None:

@@ -25,6 +25,8 @@ from dcache.errors import ConfigError
 from dcache.policies.base import Policy, keep_set, pooled, pooled_budget, shaped, spread, unpooled
 from dcache.relaxed import soft_keep
 
+_NOTHING = StatsRequest()
+
 
 def check_schedule(horizon: int, evict_every: int) -> int:
     """Number of decisions over a horizon (tokens): 1 + one per `evict_every` tokens before the last chunk.
@@ -63,7 +65,8 @@ class Trajectories:
 
 def teach(
     params: model.Params, decode_params: model.Params, config: ModelConfig, tokens: Array, length: Array, given: Array,
-    given_length: Array, own: Array, stop: Array, policies: tuple[Policy, ...], *, decode: bool,
+    given_length: Array, own: Array, stop: Array, policies: tuple[Policy, ...], weights: tuple[Any, ...], *, decode: bool,
+    more: StatsRequest = _NOTHING,
 ) -> Trajectories:  # fmt: skip
     """Reads prompts and fixes the text that follows each: given, or the teacher's own greedy continuation.
 
@@ -72,14 +75,16 @@ def teach(
       tokens: int32[B, S], padded on the right. length: int32[B].
       given: int32[B, T], padded. given_length: int32[B], its real tokens. own: bool[B], ignore `given` and continue greedily.
       stop: int32[E], token ids that end a text. policies: static; the cache is to have what their scores look at (what
-        counts of the continuation is shown to them, but only the oracle looks). decode: static; False if no `own` is set.
+        counts of the continuation is shown to them, but only the oracle looks). weights: of each of them.
+      decode: static; False if no `own` is set. more: static, further statistics to take.
     """
-    request = functools.reduce(lambda a, b: a | b, (policy.needs for policy in policies), StatsRequest())
+    request = functools.reduce(lambda a, b: a | b, (policy.needs for policy in policies), more)
     hidden, cache = model.prefill(params, config, tokens, length, request)
     horizon = given.shape[1]
     weight = (jnp.arange(horizon)[None] < given_length[:, None]).astype(jnp.float32)
     if not decode:
-        return Trajectories(_observed(params, config, cache, tokens, given, weight, policies), given, weight)
+        cache = _observed(params, config, cache, tokens, given, weight, policies, weights)
+        return Trajectories(cache, given, weight)
     first = jnp.argmax(model.last_logits(params, config, hidden, length), axis=-1).astype(jnp.int32)
     room = kv.grow(kv.restrict(cache, StatsRequest()), horizon)
     if isinstance(decode_params["layers"], tuple):
@@ -88,13 +93,15 @@ def teach(
     ended = jnp.cumsum(jnp.any(greedy[..., None] == stop[None, None], axis=-1), axis=1, dtype=jnp.int32) > 0
     continuation = jnp.where(own[:, None], greedy, given)
     weight = jnp.where(own[:, None], 1.0 - ended.astype(jnp.float32), weight)
-    return Trajectories(_observed(params, config, cache, tokens, continuation, weight, policies), continuation, weight)
+    cache = _observed(params, config, cache, tokens, continuation, weight, policies, weights)
+    return Trajectories(cache, continuation, weight)
 
 
-def _observed(params, config, cache, tokens, continuation, weight, policies) -> kv.Cache:
+def _observed(params, config, cache, tokens, continuation, weight, policies, weights) -> kv.Cache:
     """The cache after each policy's own passes over the prompts."""
-    for policy in policies:
-        cache = policy.observe(params, config, cache, tokens, jnp.where(weight > 0, continuation, EMPTY))
+    future = jnp.where(weight > 0, continuation, EMPTY)
+    for policy, own in zip(policies, weights, strict=True):
+        cache = policy.observe(own, params, config, cache, tokens, future)
     return cache
 
 

@@ -37,7 +37,7 @@ PROTECTED = {"tova": 1, "snapkv_w64_k5": 64, "snapkv_w32_k7": 32, "pyramidkv": 6
 
 
 observe = jax.jit(
-    lambda p, config, cache, tokens, policy: policy.observe(p, config, cache, tokens, None), static_argnums=(1, 4)
+    lambda p, config, cache, tokens, policy: policy.observe((), p, config, cache, tokens, None), static_argnums=(1, 4)
 )
 
 

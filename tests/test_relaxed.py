@@ -142,7 +142,7 @@ def setting(policy):
     params, weights = naive.weights(), policy.init(jax.random.key(1))
     weights = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape), weights)
     _, cache = naive.read([TEXT[:P]], policy.needs)
-    cache = policy.observe(params, TINY, cache, None, None)
+    cache = policy.observe((), params, TINY, cache, None, None)
     teacher = jax.jit(rollout.teacher_log_probs, static_argnums=1)(params, TINY, cache, jnp.asarray(TEXT[P:]))
     return params, weights, cache, teacher
 

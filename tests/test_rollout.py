@@ -234,7 +234,7 @@ def test_teach(layout):
     out = teach_jit(
         params, decode_params, UNTIED, jnp.asarray(padded), jnp.asarray([12, 9, 5], jnp.int32), jnp.asarray(given),
         jnp.asarray([6, 2, 6], jnp.int32), jnp.asarray([False, False, True]), jnp.asarray(stop), (make("distillcache"),),
-        decode=True,
+        ((),), decode=True,
     )  # fmt: skip
     np.testing.assert_array_equal(out.continuation[:2], given[:2])
     np.testing.assert_array_equal(out.continuation[2], own)
@@ -253,7 +253,7 @@ def test_teach_given_texts_only():
     tokens, given = jnp.asarray(naive.some_tokens(8))[None], jnp.asarray([[3, 4, 5, 6, 7, 8]], jnp.int32)
     out = teach_jit(
         params, params, TINY, tokens, jnp.asarray([8], jnp.int32), given, jnp.asarray([4], jnp.int32),
-        jnp.asarray([False]), jnp.asarray([2], jnp.int32), (), decode=False,
+        jnp.asarray([False]), jnp.asarray([2], jnp.int32), (), (), decode=False,
     )  # fmt: skip
     np.testing.assert_array_equal(out.continuation, given)
     np.testing.assert_array_equal(out.weight, [[1, 1, 1, 1, 0, 0]])

@@ -132,7 +132,12 @@ def make_arms(methods: Mapping[str, Trained], budget_list: Sequence[float | int]
 # ---------------------------------------------------------------------------------------------------------------------
 # Compiled parts. `policies_` is a static tuple, `weights` the tuple of their parameters, A arms.
 
-_teach = jax.jit(rollout.teach, static_argnames=("config", "policies", "decode"))
+
+@functools.partial(jax.jit, static_argnames=("config", "policies", "decode"))
+@functools.wraps(rollout.teach)  # whose argument names the static ones are
+def _teach(*args: Any, **kwargs: Any) -> rollout.Trajectories:
+    taught = rollout.teach(*args, **kwargs)
+    return dataclasses.replace(taught, cache=dataclasses.replace(taught.cache, hidden=None))
 
 
 def _decide(
@@ -308,14 +313,14 @@ def evaluate(
     """
     _check(prompts, arms, settings)
     arms = [dataclasses.replace(arm, policy=arm.policy.bind(lm.tokenizer)) for arm in arms]
-    policies_ = tuple(dict.fromkeys(arm.policy for arm in arms))
+    observers = {arm.policy: arm.params for arm in arms}
     for kind in ("retrieval", "text"):
         chosen = [p for p in prompts if p.kind == kind]
         for at in range(0, len(chosen), settings.batch):
             block = chosen[at : at + settings.batch]
             if all(p.name in skip for p in block):
                 continue
-            taught = _read(lm, block, settings, policies_)
+            taught = _read(lm, block, settings, observers)
             for i, prompt in enumerate(block):
                 if prompt.name not in skip:
                     yield _evaluate_one(lm, prompt, i, taught, arms, settings)
@@ -333,10 +338,17 @@ def _check(prompts: Sequence[Prompt], arms: Sequence[Arm], settings: Settings) -
         raise ConfigError("Two prompts have the same name; results are kept by name, give each its own.")
     if not arms or arms[0].method != "full":
         raise ConfigError("The first arm must be the full cache; build the arms with make_arms.")
+    looking: dict[str, str] = {arm.policy.name: arm.method for arm in reversed(arms) if arm.policy.looks}
+    for arm in arms:
+        if arm.policy.looks and looking[arm.policy.name] != arm.method:
+            raise ConfigError(
+                f"{looking[arm.policy.name]!r} and {arm.method!r} are both trained {arm.policy.name} policies; evaluate them "
+                "in two runs: each leaves what it sees while the prompt is read in the same place."
+            )
 
 
 def _read(
-    lm: LanguageModel, block: Sequence[Prompt], settings: Settings, policies_: tuple[Policy, ...]
+    lm: LanguageModel, block: Sequence[Prompt], settings: Settings, observers: Mapping[Policy, Any]
 ) -> rollout.Trajectories:  # fmt: skip
     """The full-cache model's pass over up to `settings.batch` prompts, always in the same shape, and the policies' own."""
     rows = [*block, *[block[-1]] * (settings.batch - len(block))]
@@ -351,7 +363,7 @@ def _read(
         jnp.asarray([len(p.tokens) for p in rows], jnp.int32), jnp.asarray(given),
         jnp.asarray([min(len(p.continuation), settings.horizon) for p in rows], jnp.int32),
         jnp.full((len(rows),), own), jnp.asarray(lm.tokenizer.eos_ids, jnp.int32),
-        policies_, decode=own,
+        tuple(observers), tuple(observers.values()), decode=own,
     )  # fmt: skip
 
 

@@ -16,9 +16,12 @@ from jax import Array
 
 from dcache import cache as kv
 from dcache import model, subset
+from dcache.budget import tokens_kept
 from dcache.config import ModelConfig
 from dcache.errors import ConfigError
 from dcache.learn import policy_gradient as pg
+from dcache.learn.learner import PromptLearner
+from dcache.learn.state import LearnConfig, TrainState, advance, start
 from dcache.policies.distillcache import DistillCache
 from dcache.rollout import (
     Decisions,
@@ -31,11 +34,11 @@ from dcache.rollout import (
 
 
 @dataclasses.dataclass(frozen=True)
-class DistillConfig:
-    """Everything that the learning rule depends on. Defaults are the paper's where it gives a value.
+class DistillConfig(LearnConfig):
+    """Everything that the learning rule depends on, beside `LearnConfig`. Defaults are the paper's where it gives a value.
 
     Attributes:
-      steps: updates, one prompt each. horizon: T, continuation tokens. evict_every: tokens between evictions (the paper:
+      horizon: T, continuation tokens. evict_every: tokens between evictions (the paper:
         1); 0 evicts once, after the prefill.
       samples: K, keep-sets drawn per prompt; at least 2 use the leave-one-out baseline, 1 uses the moving average.
       ratios: budget ratios; one is drawn per step. minimum: B_min.
@@ -45,15 +48,10 @@ class DistillConfig:
         token to the return (the score-function gradient of the entropy); "direct" differentiates the surprise itself, as
         the paper writes it (zero mean: pure noise).
       baseline_decay: decay of the moving average of the return. standardise: divide advantages by their standard deviation.
-      learning_rate, warmup_steps, final_rate: linear warm-up, then cosine to `final_rate` times the peak.
-      weight_decay, clip_norm: of AdamW and of the gradient.
       temperature, final_temperature: of the relaxed keep-set, from the first step to the last, falling geometrically.
       straight_through: the relaxed student keeps what will be kept; only the way back is relaxed.
-      average: decay of the moving average of the weights, which is the trained policy (Polyak averaging: the updates are
-        noisy, their mean is less so); 0 takes the last weights, as the paper does.
     """
 
-    steps: int = 10_000
     horizon: int = 64
     evict_every: int = 1
     samples: int = 8
@@ -66,17 +64,12 @@ class DistillConfig:
     entropy_form: str = "score"
     baseline_decay: float = 0.95
     standardise: bool = False
-    learning_rate: float = 3e-4
-    warmup_steps: int = 500
-    final_rate: float = 0.0
-    weight_decay: float = 1e-4
-    clip_norm: float = 1.0
     temperature: float = 1.0
     final_temperature: float = 1.0
     straight_through: bool = True
-    average: float = 0.0
 
     def __post_init__(self):
+        super().__post_init__()
         subset.check_law(self.law)
         check_schedule(self.horizon, self.evict_every)
         if self.samples < 1:
@@ -85,8 +78,6 @@ class DistillConfig:
             raise ConfigError(f"ratios are {self.ratios}; give one or more budget ratios in (0, 1].")
         if self.entropy_form not in ("score", "direct"):
             raise ConfigError(f"entropy_form is {self.entropy_form!r}; use 'score' or 'direct'.")
-        if self.steps < 1:
-            raise ConfigError(f"steps is {self.steps}; train for 1 or more.")
         if self.estimator not in ("reinforce", "relaxed"):
             raise ConfigError(f"estimator is {self.estimator!r}; use 'reinforce' or 'relaxed'.")
         if self.estimator == "relaxed" and self.evict_every:
@@ -98,10 +89,14 @@ class DistillConfig:
                 f"temperature is {self.temperature} and final_temperature {self.final_temperature}; give positive ones, the "
                 "final one not above the other."
             )
-        if not 0.0 <= self.average < 1.0:
-            raise ConfigError(f"average is {self.average}; give a decay in [0, 1).")
-        if not 0 <= self.warmup_steps < self.steps:
-            raise ConfigError(f"warmup_steps is {self.warmup_steps} of {self.steps} steps; warm up for fewer than all.")
+
+    def check(self, policy):
+        """Raises ConfigError where REINFORCE would have to choose for every layer or head."""
+        if policy.granularity != "sequence" and self.estimator != "relaxed":
+            raise ConfigError(
+                f"policy.granularity is {policy.granularity!r} with learn.estimator {self.estimator!r}; REINFORCE "
+                "trains 'sequence' policies, the 'relaxed' estimator all."
+            )
 
     @property
     def every(self) -> int:
@@ -109,44 +104,9 @@ class DistillConfig:
         return self.evict_every or self.horizon
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TrainState:
-    """All that changes during training, one pytree, donated from step to step.
-
-    Attributes:
-      params: policy weights. average: their moving average, what is saved as the trained policy.
-      opt_state: of the optimiser. step: int32 scalar, updates done = position in the data.
-      baseline: f32 scalar, moving average of the return of the first decision.
-    """
-
-    params: Any
-    average: Any
-    opt_state: Any
-    step: Array
-    baseline: Array
-
-
-def optimiser(config: DistillConfig) -> optax.GradientTransformation:
-    """Clipping, then AdamW with warm-up and cosine decay."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0 if config.warmup_steps else config.learning_rate,
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=config.steps,
-        end_value=config.learning_rate * config.final_rate,
-    )
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm), optax.adamw(schedule, weight_decay=config.weight_decay)
-    )
-
-
 def init_state(key: Array, policy: DistillCache, config: DistillConfig) -> TrainState:
     """A fresh state: weights from `key`, step 0."""
-    params = policy.init(key)
-    return TrainState(
-        params, jax.tree.map(jnp.copy, params), optimiser(config).init(params), jnp.int32(0), jnp.float32(0.0)
-    )
+    return start(policy.init(key), config)
 
 
 def decision_log_probs(policy: DistillCache, params: Any, rolled: Decisions, law: subset.Law, most: int) -> Array:
@@ -172,13 +132,6 @@ def advantages(
     if config.standardise:
         value = value / jnp.maximum(jnp.std(value, axis=0, keepdims=True), 1e-6)
     return value, returns
-
-
-def _moving_average(average: Any, params: Any, step: Array, decay: float) -> Any:
-    """The plain mean of the weights so far until it spans 1 / (1 - decay) steps, then their moving average."""
-    done = step.astype(jnp.float32)
-    kept = jnp.minimum(decay, done / (done + 1.0))
-    return jax.tree.map(lambda old, new: kept * old + (1.0 - kept) * new, average, params)
 
 
 def train_step(
@@ -208,17 +161,9 @@ def train_step(
         grads, found = _reinforce_gradient(
             state, student, cache, continuation, weight, teacher, ratio, key_sample, config, most
         )
-    with jax.numpy_dtype_promotion("standard"):  # optax raises Python floats to int32 powers
-        updates, opt_state = optimiser(config).update(grads, state.opt_state, state.params)
-    new_params = optax.apply_updates(state.params, updates)
     decay = jnp.where(state.step == 0, 0.0, config.baseline_decay)
-    new = TrainState(
-        params=new_params,
-        average=_moving_average(state.average, new_params, state.step, config.average),
-        opt_state=opt_state,
-        step=state.step + 1,
-        baseline=decay * state.baseline + (1.0 - decay) * found["reward"],
-    )
+    baseline = decay * state.baseline + (1.0 - decay) * found["reward"]
+    new = dataclasses.replace(advance(state, grads, config), baseline=baseline)
     return new, {**found, "ratio": ratio, "grad_norm": optax.tree.norm(grads), "baseline": new.baseline}
 
 
@@ -269,3 +214,22 @@ def _relaxed_gradient(state, student, cache, continuation, weight, teacher, rati
     (loss, kl), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
     returns = pg.discounted_returns(-(kl * weight)[None], config.gamma, config.every)
     return grads, {"reward": returns[0, 0], "kl": loss, "temperature": temperature}
+
+
+Config = DistillConfig
+
+
+class Learner(PromptLearner):
+    """DistillCache in the training loop."""
+
+    step = staticmethod(train_step)
+
+    def static(self):
+        """The largest budget."""
+        learn, data = self.experiment.learn, self.experiment.data
+        return {"most": max(tokens_kept(r, data.length + learn.horizon, learn.minimum) for r in learn.ratios)}
+
+    def tokens_read(self, prompt):
+        """Prompt and continuation by the teacher, the continuation by every student."""
+        learn = self.experiment.learn
+        return len(prompt.tokens) + (1 + learn.samples) * learn.horizon

@@ -1,14 +1,13 @@
-"""The training loop: prompts -> teacher -> one update per prompt, with metrics, checkpoints and orderly stops.
+"""The training loop of every learned method: updates, metrics, checkpoints and orderly stops.
 
-The language model is frozen, so the teacher reads `teacher_batch` prompts at once; each of them then gives one update.
-All randomness follows from the run's key and the step, and the position in the data is the step itself: a run that goes
-on from a checkpoint in the middle of a block reads that block again and takes the same steps, bit for bit.
+What an update is, its `Learner` says (`dcache.learn.learner`). All randomness follows from the run's key and the step, and
+the position in the data is the step itself: a run that goes on from a checkpoint takes the same steps, bit for bit.
 """
 
 import collections
 import contextlib
 import dataclasses
-import functools
+import importlib
 import json
 import math
 import os
@@ -21,17 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from dcache import checkpoint, metrics, model
-from dcache.budget import tokens_kept
-from dcache.data.prompts import Prompt
-from dcache.errors import CheckpointError, ConfigError, TrainingError
+from dcache import checkpoint, metrics
+from dcache.errors import CheckpointError, TrainingError
 from dcache.experiment import Experiment
-from dcache.learn.blocks import Block, make_block, training_prompts
-from dcache.learn.distill import TrainState, init_state, train_step
+from dcache.learn.learner import Learner, Work
+from dcache.learn.state import TrainState
 from dcache.load import LanguageModel, load
-from dcache.rollout import Trajectories, teach
 from dcache.workdir import atomic_write, lock
 
 
@@ -81,8 +76,9 @@ def train(
             if start >= steps:
                 return Outcome(start, steps, trained=False)
         atomic_write(Path(workdir) / "config.json", json.dumps(dataclasses.asdict(experiment), indent=2) + "\n")
-        lm = lm or load(experiment.model, experiment.dtype)
-        step = _Run(experiment, Path(workdir), lm).go(resumed=start is not None, stopped=stopped)
+        module = importlib.import_module(experiment.policy.learner)
+        learner = module.Learner(experiment, Path(workdir), lambda: lm or load(experiment.model, experiment.dtype))
+        step = _Run(experiment, Path(workdir), learner).go(resumed=start is not None, stopped=stopped)
         return Outcome(step, steps, trained=True)
 
 
@@ -91,36 +87,17 @@ def _configured(experiment: Experiment) -> dict[str, Any]:
 
 
 class _Run:
-    """The parts of a run: compiled functions, data and where results go."""
+    """The parts of a run: the learner and where results go."""
 
-    def __init__(self, experiment: Experiment, workdir: Path, lm: LanguageModel):
-        learn, data = experiment.learn, experiment.data
-        if data.length + learn.horizon > lm.config.max_positions:
-            raise ConfigError(
-                f"Prompts of {data.length} tokens and a horizon of {learn.horizon} exceed the "
-                f"{lm.config.max_positions} positions of {lm.name!r}; shorten data.length or learn.horizon."
-            )
-        self.experiment, self.workdir, self.lm = experiment, workdir, lm
-        self.stream, digest = training_prompts(data, lm.tokenizer, learn.horizon, experiment.seed)
-        self.model_info = {"name": lm.name, **dataclasses.asdict(lm.config)}
-        self.identity = _configured(experiment) | {"architecture": self.model_info, "training_text": digest}
-        # Unrolled layers save CPUs one copy of the cache per token; elsewhere the scan compiles faster.
-        on_cpu = jax.default_backend() == "cpu"
-        self.decode_params = jax.jit(model.unstack)(lm.params) if on_cpu else lm.params
-        self.teach = jax.jit(
-            functools.partial(teach, config=lm.config, policies=(experiment.policy,)), static_argnames="decode"
-        )
-        most = max(tokens_kept(ratio, data.length + learn.horizon, learn.minimum) for ratio in learn.ratios)
-        self.update = jax.jit(
-            functools.partial(train_step, model_config=lm.config, policy=experiment.policy, config=learn, most=most),
-            donate_argnums=0,
-        )
+    def __init__(self, experiment: Experiment, workdir: Path, learner: Learner):
+        self.experiment, self.workdir, self.learner = experiment, workdir, learner
+        self.identity = _configured(experiment) | learner.identity
 
     def go(self, *, resumed: bool, stopped: "_Stop") -> int:
         """Trains to the end or until stopped; returns the number of updates done."""
-        experiment = self.experiment
+        experiment, learner = self.experiment, self.learner
         weights_key, key = jax.random.split(jax.random.key(experiment.seed))
-        start = jax.jit(functools.partial(init_state, policy=experiment.policy, config=experiment.learn))
+        start = jax.jit(learner.init)
         if resumed:
             template = jax.eval_shape(start, weights_key)
             state, key = checkpoint.restore(self.workdir / "checkpoints", template, self.identity)
@@ -128,19 +105,19 @@ class _Run:
             state = start(weights_key)
             self.save(state, key)  # a full disk shows before any work is lost
         step = int(state.step)
-        pending: tuple[int, Prompt, Mapping[str, jax.Array]] | None = None
+        pending: tuple[int, Work, Mapping[str, jax.Array]] | None = None
         writer = metrics.Writer(self.workdir, step)
         with contextlib.closing(writer), _bar(step, experiment.learn.steps) as bar:
             log = _Log(writer, bar, experiment)
-            for prompt, trajectories, index in self.trajectories(step, stopped):
+            for work in learner.work(step, lambda: stopped.requested):
                 if stopped.requested:
                     break
-                state, values = self.update(state, self.lm.params, trajectories, index, key)
+                state, values = learner.update(state, work, key)
                 step += 1
                 # The device works on this step while the host waits for the numbers of the one before.
                 if pending is not None:
                     log(*pending)
-                pending = (step, prompt, values)
+                pending = (step, work, values)
                 if step % experiment.checkpoint_every == 0 or step == experiment.learn.steps:
                     log(*pending)
                     pending = None
@@ -150,37 +127,10 @@ class _Run:
                 self.save(state, key)
         return step
 
-    def trajectories(self, step: int, stopped: "_Stop") -> Iterator[tuple[Prompt, Trajectories, jax.Array]]:
-        """From a step on: each step's prompt, its block's trajectories, and its place among them (int32 scalar).
-
-        Ends with the last step, or where the next block would be read for nothing because the run is to stop.
-        """
-        size = self.experiment.teacher_batch
-        while step < self.experiment.learn.steps and not stopped.requested:
-            block = self.block(step // size)
-            taught = self.read(block)
-            for place in range(step % size, min(size, self.experiment.learn.steps - step + step % size)):
-                yield block.prompts[place], taught, jnp.int32(place)
-            step += size - step % size
-
-    def block(self, number: int) -> Block:
-        """Block `number`: the prompts of `teacher_batch` successive steps."""
-        size, data = self.experiment.teacher_batch, self.experiment.data
-        prompts = [self.stream[i] for i in range(number * size, (number + 1) * size)]
-        return make_block(prompts, data.length, self.experiment.learn.horizon, data.trajectory)
-
-    def read(self, block: Block) -> Trajectories:
-        """The teacher's pass over a block; it decodes only if a prompt needs its own continuation."""
-        return self.teach(
-            self.lm.params, self.decode_params, tokens=block.tokens, length=block.length, given=block.given,
-            given_length=block.given_length, own=block.own, stop=jnp.asarray(self.lm.tokenizer.eos_ids, jnp.int32),
-            decode=bool(block.own.any()),
-        )  # fmt: skip
-
     def save(self, state: TrainState, key: jax.Array) -> None:
         """Writes policy and checkpoint, the policy first: where the last checkpoint is there, its policy is too."""
         experiment, step = self.experiment, int(state.step)
-        meta = {"experiment": experiment.name, "seed": experiment.seed, "step": step, "model": self.model_info}
+        meta = {"experiment": experiment.name, "seed": experiment.seed, "step": step, "model": self.learner.model_info}
         checkpoint.save_policy(self.workdir / "policy", experiment.policy, state.average, meta)
         folder = self.workdir / "checkpoints"
         checkpoint.save(folder, step, state, key, self.identity, experiment.keep_checkpoints)
@@ -190,32 +140,29 @@ class _Log:
     """Writes each step's numbers, and stops the run if one of them is not finite."""
 
     def __init__(self, writer: metrics.Writer, bar: Any, experiment: Experiment):
-        self._writer, self._bar, self._learn = writer, bar, experiment.learn
+        self._writer, self._bar = writer, bar
         self._last, self._compiling = time.monotonic(), True
-        # As many steps as there are in a block, so that each window holds one pass of the teacher.
+        # As many steps as there are in a block, so that each window holds one pass of a teacher.
         self._window: collections.deque[tuple[int, float]] = collections.deque(maxlen=experiment.teacher_batch)
 
-    def __call__(self, step: int, prompt: Prompt, values: Mapping[str, jax.Array]) -> None:
+    def __call__(self, step: int, work: Work, values: Mapping[str, jax.Array]) -> None:
         numbers = {name: float(value) for name, value in jax.device_get(dict(values)).items()}
         wrong = [f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value)]
         if wrong:
             raise TrainingError(
-                f"Step {step}, prompt {prompt.name!r}: {', '.join(wrong)}; look at this prompt and the model's "
+                f"Step {step}, prompt {work.name!r}: {', '.join(wrong)}; look at this prompt and the model's "
                 "weights, or lower learn.learning_rate. The last checkpoint is from before this step."
             )
         now = time.monotonic()
-        # The prompt and its continuation are read by the teacher, the continuation by every student.
-        tokens = len(prompt.tokens) + (1 + self._learn.samples) * self._learn.horizon
-        self._window.append((tokens, now - self._last))
+        self._window.append((work.tokens, now - self._last))
         read, seconds = (sum(column) for column in zip(*self._window, strict=True))
-        numbers |= {
-            f"kl@{numbers['ratio']:g}": numbers["kl"],
-            "tokens_per_second": read / max(seconds, 1e-9),
-            "seconds": now - self._last,
-        }
+        shown = {name: f"{numbers[name]:.3f}" for name in ("loss", "kl", "reward") if name in numbers}
+        if {"kl", "ratio"} <= numbers.keys():
+            numbers[f"kl@{numbers['ratio']:g}"] = numbers["kl"]
+        numbers |= {"tokens_per_second": read / max(seconds, 1e-9), "seconds": now - self._last}
         self._last = now
-        self._writer.write(step, {**numbers, "kind": prompt.kind, "prompt": prompt.name})
-        self._bar.set_postfix(kl=f"{numbers['kl']:.3f}", reward=f"{numbers['reward']:.3f}", refresh=False)
+        self._writer.write(step, {**numbers, "kind": work.kind, "prompt": work.name})
+        self._bar.set_postfix(shown, refresh=False)
         if self._compiling:  # the first step's time says nothing about the others'
             self._compiling = False
             self._bar.reset()

@@ -26,12 +26,16 @@ class Policy:
     Attributes:
       name: short name in the registry. summary: one line. paper: title or arXiv number.
       granularity: "sequence" (one keep-set for all), "layer" or "head" (key/value head).
+      learner: of a learned policy, the module that trains it (see `dcache.learn.learner`); it also defines `init(key)`.
+      looks: whether `observe` depends on the policy's weights; one evaluation then holds one trained policy of its kind.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     paper: ClassVar[str]
     granularity: ClassVar[signals.Granularity] = "sequence"
+    learner: ClassVar[str] = ""
+    looks: ClassVar[bool] = False
 
     @property
     def needs(self) -> StatsRequest:
@@ -44,19 +48,21 @@ class Policy:
         return self
 
     def observe(
-        self, params: model.Params, config: ModelConfig, cache: kv.Cache, tokens: Array, continuation: Array | None
+        self, weights: Any, params: model.Params, config: ModelConfig, cache: kv.Cache, tokens: Array,
+        continuation: Array | None,
     ) -> kv.Cache:  # fmt: skip
         """Passes of its own that a method makes over the model after the prefill; most make none.
 
         Args:
-          params: the language model's, stacked. cache: of the prompts, full, stacked, slot t holding token t.
+          weights: of a trained policy, () for others. params: the language model's, stacked.
+          cache: of the prompts, full, stacked, slot t holding token t.
           tokens: int32[B, S], the prompts, padded on the right. continuation: int32[B, T], the text that will follow (`EMPTY`
             after its end) where it is known, or None; only the oracle looks at it.
 
         Returns:
           The cache with the method's own statistics in `Stats.extra`.
         """
-        del params, config, tokens, continuation
+        del weights, params, config, tokens, continuation
         return cache
 
     def scores(self, params: Any, cache: kv.Cache, key: Array) -> Array:
@@ -179,7 +185,7 @@ def keep_set(policy: Policy, params: Any, cache: kv.Cache, budget: Array, key: A
 
 
 def read(
-    policy: Policy, params: model.Params, config: ModelConfig, tokens: Array, length: Array,
+    policy: Policy, weights: Any, params: model.Params, config: ModelConfig, tokens: Array, length: Array,
     continuation: Array | None = None,
 ) -> tuple[Array, kv.Cache]:  # fmt: skip
     """Reads prompts as a policy needs it: hidden states [B, S, D] and the cache with all that its scores look at.
@@ -188,7 +194,8 @@ def read(
       tokens: int32[B, S], padded on the right. length: int32[B]. continuation: see `Policy.observe`.
     """
     hidden, cache = model.prefill(params, config, tokens, length, policy.needs)
-    return hidden, policy.observe(params, config, cache, tokens, continuation)
+    cache = policy.observe(weights, params, config, cache, tokens, continuation)
+    return hidden, dataclasses.replace(cache, hidden=None)
 
 
 Scope = Literal["head", "layer", "model"]

@@ -83,6 +83,7 @@ class DistillCache(Policy):
     name = "distillcache"
     summary = "learned network over attention signals, trained on the KL to the full-cache model"
     paper = "arXiv 2608.08878"
+    learner = "dcache.learn.distill"
 
     signals: tuple[str, ...] = signal_lib.EXTENDED_SIGNALS
     granularity: signal_lib.Granularity = "sequence"  # type: ignore[misc]
@@ -133,9 +134,9 @@ class DistillCache(Policy):
         leading = (self.heads[0], 1, self.heads[1], 1) if self.heads else (1,)
         return self.net.init(key, jnp.zeros((*leading, len(self.signals)), jnp.float32))
 
-    def observe(self, params, config, cache, tokens, continuation):
+    def observe(self, weights, params, config, cache, tokens, continuation):
         """Takes the signals that average over layers, standardised over the prompt."""
-        del params, tokens, continuation
+        del weights, params, tokens, continuation
         shape = (config.num_layers, config.num_kv_heads)
         if self.heads and self.heads != shape:
             raise ConfigError(

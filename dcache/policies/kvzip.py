@@ -80,9 +80,9 @@ class KVzip(Policy):
         """Its own second reading."""
         return StatsRequest(extra=("reread",))
 
-    def observe(self, params, config, cache, tokens, continuation):
+    def observe(self, weights, params, config, cache, tokens, continuation):
         """Re-reads the context part by part."""
-        del continuation
+        del weights, continuation
         if not self.instructions:
             raise ConfigError("kvzip was not given its instructions; call policy.bind(tokenizer) first.")
         slots = tokens.shape[1]

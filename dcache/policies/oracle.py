@@ -36,9 +36,9 @@ class Oracle(Policy):
         """Its own look at the continuation."""
         return StatsRequest(extra=("future",))
 
-    def observe(self, params, config, cache, tokens, continuation):
+    def observe(self, weights, params, config, cache, tokens, continuation):
         """Feeds the continuation to the full cache and sums the attention that each slot of the prompt receives."""
-        del tokens
+        del weights, tokens
         if continuation is None:
             raise ConfigError(
                 "The oracle needs the text that follows: use it in fidelity or launch/eval.py, not where it is unknown."

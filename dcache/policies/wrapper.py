@@ -39,9 +39,9 @@ class Wrapper(Policy):
         """Binds the policy inside."""
         return dataclasses.replace(self, base=self.base.bind(tokenizer))
 
-    def observe(self, params, config, cache, tokens, continuation):
+    def observe(self, weights, params, config, cache, tokens, continuation):
         """What the policy inside observes."""
-        return self.base.observe(params, config, cache, tokens, continuation)
+        return self.base.observe(weights, params, config, cache, tokens, continuation)
 
     def scores(self, params, cache, key):
         """The scores of the policy inside."""

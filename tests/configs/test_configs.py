@@ -63,8 +63,8 @@ def changed(**fields):
 @pytest.mark.parametrize(
     "fields,message",
     [
-        ({"lerning": 1}, "config has no field lerning; its fields are name, model"),
-        ({"learn__stepz": 1}, "config.learn has no field stepz; its fields are steps, horizon"),
+        ({"lerning": 1}, "config has no field lerning; its fields are name, method"),
+        ({"learn__stepz": 1}, "config.learn has no field stepz; its fields are steps, learning_rate"),
         ({"policy__width": 1}, "config.policy has no field width"),
         ({"learn__steps": "240"}, r"config.learn.steps is '240' \(str\); give int"),
         ({"learn__steps": 2.5}, r"config.learn.steps is 2.5 \(float\); give int"),

@@ -13,7 +13,7 @@ from dcache import checkpoint, metrics, workdir
 from dcache.data.prompts import Prompt
 from dcache.errors import CheckpointError, ConfigError, TrainingError
 from dcache.experiment import from_config
-from dcache.learn import loop
+from dcache.learn import distill, learner, loop
 from dcache.learn.blocks import Shuffled, make_block, training_prompts
 from dcache.load import load
 
@@ -46,7 +46,7 @@ def experiment(texts):
 
 
 def final_state(folder, experiment):
-    template = jax.eval_shape(lambda: loop.init_state(jax.random.key(0), experiment.policy, experiment.learn))
+    template = jax.eval_shape(lambda: distill.init_state(jax.random.key(0), experiment.policy, experiment.learn))
     return checkpoint.restore(folder / "checkpoints", template, {})
 
 
@@ -117,8 +117,8 @@ def test_what_a_run_writes(tmp_path, experiment, lm):
 
 def test_seeds_differ(tmp_path, experiment, lm):
     def names(seed):
-        run = loop._Run(dataclasses.replace(experiment, seed=seed), tmp_path, lm)
-        return [prompt.name for prompt in run.block(1).prompts]
+        ours = distill.Learner(dataclasses.replace(experiment, seed=seed), tmp_path, lambda: lm)
+        return [prompt.name for prompt in ours.block(1).prompts]
 
     assert names(0) == names(0) != names(1)
     assert [name.split(":")[0] for name in names(0)] == ["4", "5", "6", "7"]  # block 1 of 4 prompts each
@@ -150,7 +150,7 @@ def test_other_weights_or_text_under_the_same_name(tmp_path, monkeypatch, experi
     other = dataclasses.replace(lm, config=dataclasses.replace(lm.config, rope_theta=2e4))
     with pytest.raises(CheckpointError, match="differs in architecture.rope_theta"):
         loop.train(experiment, tmp_path, resume=True, lm=other)
-    monkeypatch.setattr(loop, "training_prompts", lambda *a: (training_prompts(*a)[0], "0123"))
+    monkeypatch.setattr(learner, "training_prompts", lambda *a: (training_prompts(*a)[0], "0123"))
     with pytest.raises(CheckpointError, match=r"differs in training_text \('\w{16}' there, '0123' here\)"):
         loop.train(experiment, tmp_path, resume=True, lm=lm)
 
@@ -166,20 +166,14 @@ def test_a_number_that_is_not_finite_stops_the_run(tmp_path, experiment, lm):
 
 
 def test_a_later_step_that_is_not_finite(tmp_path, monkeypatch, experiment, lm):
-    make = loop._Run.__init__
+    update = distill.Learner.update
 
-    def poisoned(self, *arguments):
-        make(self, *arguments)
-        update = self.update
+    def with_infinity(self, state, *rest):
+        infinite = int(state.step) == 4
+        new, values = update(self, state, *rest)
+        return new, values | ({"reward": jnp.float32(-jnp.inf)} if infinite else {})
 
-        def with_infinity(state, *rest):
-            infinite = int(state.step) == 4
-            new, values = update(state, *rest)
-            return new, values | ({"reward": jnp.float32(-jnp.inf)} if infinite else {})
-
-        self.update = with_infinity
-
-    monkeypatch.setattr(loop._Run, "__init__", poisoned)
+    monkeypatch.setattr(distill.Learner, "update", with_infinity)
     with pytest.raises(TrainingError, match="Step 5, prompt '4:.*': reward is -inf"):
         loop.train(experiment, tmp_path, lm=lm)
     assert [record["step"] for record in metrics.read(tmp_path)] == [1, 2, 3, 4]

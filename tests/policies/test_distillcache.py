@@ -132,7 +132,7 @@ def test_signals_over_all_layers_are_taken_after_the_prefill(granularity):
     whole = make("distillcache", signals=names)
     text = naive.some_tokens(48, seed=3)
     _, cache = naive.read([text[:40]], policy.needs)
-    cache = policy.observe(None, TINY, cache, None, None)
+    cache = policy.observe((), None, TINY, cache, None, None)
     want = np.asarray(whole.features(cache))  # [B, S, F]
     got = np.asarray(policy.features(cache))
     np.testing.assert_allclose(got, np.broadcast_to(want[:, None] if granularity == "layer" else want[:, None, None],
@@ -176,7 +176,7 @@ def test_heads_have_terms_of_their_own():
 def test_a_policy_with_heads_of_its_own_refuses_another_model():
     policy = make("distillcache", granularity="head", heads=(30, 3), signals=("pos",))
     with pytest.raises(ConfigError, match=f"30 layers of 3 key/value heads; the model has {HEADS[0]} of {HEADS[1]}"):
-        policy.observe(None, TINY, None, None, None)
+        policy.observe((), None, TINY, None, None, None)
 
 
 @pytest.mark.parametrize("scope", ["head", "layer", "model"])

@@ -27,7 +27,7 @@ def observed(policy, continuation=None):
     tokens = np.full((2, 56), 7, np.int32)
     for row, text in zip(tokens, TEXTS, strict=True):
         row[: len(text)] = text
-    see = jax.jit(lambda params, cache, tokens, future: policy.observe(params, TINY, cache, tokens, future))
+    see = jax.jit(lambda params, cache, tokens, future: policy.observe((), params, TINY, cache, tokens, future))
     return see(naive.weights(), cache, jnp.asarray(tokens), None if continuation is None else jnp.asarray(continuation))
 
 
@@ -158,7 +158,7 @@ def test_wrappers_pass_the_look_on():
     _, cache = naive.read(TEXTS, StatsRequest(projected=True), pad=56)
     tokens = jnp.asarray(np.stack([np.resize(t, 56) for t in TEXTS]))
     seen = [
-        p.observe(naive.weights(), TINY, cache, tokens, None).layers.stats.extra["reread"] for p in (inside, around)
+        p.observe((), naive.weights(), TINY, cache, tokens, None).layers.stats.extra["reread"] for p in (inside, around)
     ]
     np.testing.assert_array_equal(*seen)
     assert around.needs == StatsRequest(projected=True, extra=("reread",))
