@@ -94,6 +94,7 @@ class PromptLearner(Learner):
         learn, data = experiment.learn, experiment.data
         self.experiment, self.lm = experiment, load()
         lm = self.lm
+        experiment.policy.check_model(lm.config)
         if data.length + self.horizon > lm.config.max_positions:
             raise ConfigError(
                 f"Prompts of {data.length} tokens and a horizon of {self.horizon} exceed the "

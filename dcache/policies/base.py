@@ -47,6 +47,9 @@ class Policy:
         del tokenizer
         return self
 
+    def check_model(self, config: ModelConfig) -> None:
+        """Raises ConfigError if the policy's weights do not fit a model of this shape."""
+
     def observe(
         self, weights: Any, params: model.Params, config: ModelConfig, cache: kv.Cache, tokens: Array,
         continuation: Array | None,

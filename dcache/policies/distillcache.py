@@ -134,15 +134,19 @@ class DistillCache(Policy):
         leading = (self.heads[0], 1, self.heads[1], 1) if self.heads else (1,)
         return self.net.init(key, jnp.zeros((*leading, len(self.signals)), jnp.float32))
 
-    def observe(self, weights, params, config, cache, tokens, continuation):
-        """Takes the signals that average over layers, standardised over the prompt."""
-        del weights, params, tokens, continuation
+    def check_model(self, config):
+        """Raises ConfigError for a model of another shape, if every head has learned terms of its own."""
         shape = (config.num_layers, config.num_kv_heads)
         if self.heads and self.heads != shape:
             raise ConfigError(
                 f"This distillcache has learned terms for {self.heads[0]} layers of {self.heads[1]} key/value heads; the model "
                 f"has {shape[0]} of {shape[1]}. Train one for it, or use a policy without `heads`."
             )
+
+    def observe(self, weights, params, config, cache, tokens, continuation):
+        """Takes the signals that average over layers, standardised over the prompt."""
+        del weights, params, tokens, continuation
+        self.check_model(config)
         if not self.once:
             return cache
         raw = signal_lib.compute(self.once, cache, "sequence", self.layer_reduce)

@@ -1,15 +1,17 @@
+import dataclasses
 import re
 
 import pytest
 from ml_collections import ConfigDict
 
-from configs import mistral7b, smollm2
+from configs import kvzap_smollm2, mistral7b, smollm2
 from dcache.errors import BudgetError, ConfigError
 from dcache.experiment import Experiment, from_config
 from dcache.learn.loop import train
 from dcache.signals import PAPER_SIGNALS
 
-ALL = [(module, variant) for module in (smollm2, mistral7b) for variant in ("", *module.VARIANTS)]
+MODULES = (smollm2, mistral7b, kvzap_smollm2)
+ALL = [(module, variant) for module in MODULES for variant in ("", *module.VARIANTS)]
 
 
 @pytest.mark.parametrize("module,variant", ALL, ids=lambda x: getattr(x, "__name__", x or "default"))
@@ -23,11 +25,12 @@ def test_every_configuration_is_valid(module, variant):
         not variant or re.search(rf"\n  (\w+, )*{variant}[ ,\n]", module.__doc__)
     )
     # Every field can be set on the command line.
-    assert {"gamma", "clip_norm", "baseline_decay", "minimum"} <= set(config.learn)
-    assert {"hidden", "layers", "layer_reduce", "logs", "granularity"} <= set(config.policy)
+    experiment = from_config(config)
+    assert set(config.learn) == {field.name for field in dataclasses.fields(experiment.learn)}
+    assert set(config.policy) == {field.name for field in dataclasses.fields(experiment.policy)}
 
 
-@pytest.mark.parametrize("module", [smollm2, mistral7b])
+@pytest.mark.parametrize("module", MODULES)
 def test_unknown_variants(module):
     with pytest.raises(ConfigError, match=f"no variant 'huge'; use one of {', '.join(module.VARIANTS)}"):
         module.get_config("huge")
@@ -111,7 +114,7 @@ def test_whole_numbers_and_lists_are_accepted():
     assert experiment.eval.budgets == (0.5, 128) and type(experiment.eval.budgets[1]) is int  # a count stays a count
 
 
-@pytest.mark.parametrize("module", [smollm2, mistral7b])
+@pytest.mark.parametrize("module", MODULES)
 def test_tiny_variants_train(module, tmp_path):
     experiment = from_config(module.get_config("tiny"))
     outcome = train(experiment, tmp_path)
