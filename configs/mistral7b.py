@@ -62,7 +62,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.eval = ConfigDict(
         dict(
             policies=("full", "random", "streaming_llm", "h2o", "snapkv", "tova", "keydiff"),
-            budgets=(0.5, 0.25, 0.125), prompts=100, horizon=64, evict_every=1, seed=1, accuracy=True,
+            budgets=(0.5, 0.25, 0.125), prompts=100, horizon=64, evict_every=1, seed=1, accuracy=True, hide_question=False,
         )
     )  # fmt: skip
 

@@ -55,6 +55,8 @@ class EvalConfig:
       policies: names of the policies to compare with the trained one. budgets: ratios or numbers of tokens.
       prompts: number of held-out prompts of each kind. horizon: continuation tokens. evict_every: tokens between
         evictions, 0 for once after the prefill. seed: of the prompts. accuracy: answer the retrieval prompts too.
+      hide_question: query-agnostic compression: a policy sees a retrieval prompt without its question, which is fed after the
+        eviction.
     """
 
     policies: tuple[str, ...]
@@ -64,6 +66,7 @@ class EvalConfig:
     evict_every: int
     seed: int
     accuracy: bool
+    hide_question: bool = False
 
     def __post_init__(self):
         for value in self.budgets:

@@ -38,6 +38,8 @@ class Prompt:
       answers: accepted answers; empty for plain text.
       name: document and position, unique within a set of prompts.
       task: the kind of fact ("fact/price"), "text", or the name of a benchmark.
+      question: how many of the last tokens are the question and what follows it: the part that someone who compresses the text
+        before any question is asked cannot know. 0 where no question is marked.
     """
 
     tokens: np.ndarray
@@ -46,6 +48,7 @@ class Prompt:
     answers: tuple[str, ...]
     name: str
     task: str
+    question: int = 0
 
 
 def truncate_middle(tokens: np.ndarray, length: int) -> np.ndarray:
@@ -226,10 +229,14 @@ def _retrieval_prompt(
         tokens = np.concatenate([tokenizer.chat(message), lead])
         if _SHORTEST * length <= len(tokens) <= length and message.lower().count(asked.answer.lower()) == 1:
             answer = tokenizer.encode(f" {asked.answer}.")
+            unasked = tokenizer.chat(instruction.format(passage="".join(passage).strip(), question=""))
+            shared = min(len(unasked), len(tokens))
+            same = int(np.argmin(np.append(unasked[:shared] == tokens[:shared], False)))
             name, task = f"{shelf.places[start]}+{asked.subject}", f"fact/{asked.kind}"
             return Prompt(
-                np.asarray(tokens, np.int32), "retrieval", np.asarray(answer, np.int32), (asked.answer,), name, task
-            )
+                np.asarray(tokens, np.int32), "retrieval", np.asarray(answer, np.int32), (asked.answer,), name, task,
+                question=len(tokens) - same,
+            )  # fmt: skip
         excess += max(0, len(tokens) - length)
     raise ConfigError(
         f"No passage makes a retrieval prompt of {length} tokens with {facts_per_prompt[0]} to {facts_per_prompt[1]} "

@@ -48,6 +48,8 @@ class Settings:
       new_tokens: most tokens of an answer to a retrieval prompt; 0 to generate none.
       batch: prompts that the full-cache model reads at once.
       seed: of the policies that draw random numbers.
+      unseen: last tokens of a retrieval prompt that the policies do not see: they are fed after the eviction, and what counts
+        begins after the last of them (query-agnostic compression). Budgets are shares of what was seen.
     """
 
     length: int
@@ -56,6 +58,7 @@ class Settings:
     new_tokens: int = 24
     batch: int = 4
     seed: int = 0
+    unseen: int = 0
 
     def __post_init__(self):
         rollout.check_schedule(self.horizon, self.evict_every)
@@ -64,11 +67,20 @@ class Settings:
                 f"length is {self.length}, batch {self.batch} and new_tokens {self.new_tokens}; "
                 "give a length and a batch of 1 or more, and 0 or more new tokens."
             )
+        if self.unseen < 0 or (self.unseen and self.evict_every):
+            raise ConfigError(
+                f"unseen is {self.unseen} and evict_every {self.evict_every}; hide 0 or more tokens, and evict once (0) where "
+                "the question is hidden."
+            )
+
+    def hidden(self, kind: str) -> int:
+        """Tokens at the end of a prompt that the policies do not see."""
+        return self.unseen if kind == "retrieval" else 0
 
     @property
     def room(self) -> int:
         """Slots of each arm's own tail."""
-        return max(self.horizon, self.new_tokens)
+        return self.unseen + max(self.horizon, self.new_tokens)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -236,18 +248,24 @@ def _score(
 
 @functools.partial(jax.jit, static_argnames=("config", "policies_", "evict_every", "new_tokens"))
 def _answer(
-    params: model.Params, config: ModelConfig, students: kv.Cache, first: Array, stop: Array,
+    params: model.Params, config: ModelConfig, students: kv.Cache, question: Array, first: Array, stop: Array,
     policies_: tuple[Policy, ...], weights: Any, allowed: Array, key: Array, *, evict_every: int, new_tokens: int,
 ) -> Array:  # fmt: skip
     """Greedy answers of all students at once, int32[A, new_tokens]; what follows a stop token means nothing.
 
     Args:
-      params: in the layout for decoding. first: int32 scalar, the token that the whole prompt's logits choose.
+      params: in the layout for decoding. question: int32[Q], what the policies have not seen of the prompt.
+      first: int32 scalar, the token that the whole prompt's logits choose; with a question each student chooses its own.
       stop: int32[E]. allowed: as in `_score`.
     """
-    arms = len(policies_)
+    arms, asked = len(policies_), question.shape[0]
     if isinstance(params["layers"], tuple):
         students = kv.unstack(students)
+    opening = jnp.broadcast_to(first, (arms,))
+    if asked:
+        fed = jnp.broadcast_to(question[None], (arms, asked))
+        hidden, students = model.extend(params, config, fed, students, jnp.int32(0))
+        opening = jnp.argmax(model.unembed(params, hidden[:, -1], config), axis=-1).astype(jnp.int32)
 
     def stops(token):
         return jnp.any(token[:, None] == stop[None], axis=-1)
@@ -259,7 +277,7 @@ def _answer(
     def step(carry):
         i, tokens, ended, cache = carry
         fed = jax.lax.dynamic_slice_in_dim(tokens, i - 1, 1, axis=1)
-        hidden, cache = model.extend(params, config, fed, cache, i - 1)
+        hidden, cache = model.extend(params, config, fed, cache, asked + i - 1)
         if evict_every:
             cache = jax.lax.cond(
                 i % evict_every == 0,
@@ -272,7 +290,7 @@ def _answer(
         new = jnp.argmax(model.unembed(params, hidden[:, 0], config), axis=-1).astype(jnp.int32)
         return i + 1, jax.lax.dynamic_update_slice(tokens, new[:, None], (0, i)), ended | stops(new), cache
 
-    start = jnp.zeros((arms, new_tokens), jnp.int32).at[:, 0].set(first)
+    start = jnp.zeros((arms, new_tokens), jnp.int32).at[:, 0].set(opening)
     return jax.lax.while_loop(unfinished, step, (jnp.int32(1), start, stops(start[:, 0]), students))[1]
 
 
@@ -333,6 +351,17 @@ def _check(prompts: Sequence[Prompt], arms: Sequence[Arm], settings: Settings) -
                 f"Prompt {prompt.name!r} has {len(prompt.tokens)} tokens; evaluation takes 1 to {settings.length}: "
                 "cut it, or raise the length."
             )
+        if (
+            prompt.kind == "retrieval"
+            and settings.unseen
+            and not prompt.question <= settings.unseen < len(prompt.tokens)
+        ):
+            raise ConfigError(
+                f"Prompt {prompt.name!r} has {len(prompt.tokens)} tokens, its question {prompt.question}; hide at least the "
+                f"question and fewer than all tokens, not {settings.unseen}."
+            )
+        if prompt.kind == "retrieval" and settings.unseen and not prompt.question:
+            raise ConfigError(f"Prompt {prompt.name!r} does not say which of its tokens are the question to be hidden.")
     names = [prompt.name for prompt in prompts]
     if len(set(names)) < len(names):
         raise ConfigError("Two prompts have the same name; results are kept by name, give each its own.")
@@ -358,13 +387,28 @@ def _read(
         tokens[i, : len(prompt.tokens)] = prompt.tokens
         given[i, : len(prompt.continuation)] = prompt.continuation[: settings.horizon]
     own = block[0].kind == "retrieval"
-    return _teach(
-        lm.params, lm.decode_params, lm.config, jnp.asarray(tokens),
-        jnp.asarray([len(p.tokens) for p in rows], jnp.int32), jnp.asarray(given),
-        jnp.asarray([min(len(p.continuation), settings.horizon) for p in rows], jnp.int32),
-        jnp.full((len(rows),), own), jnp.asarray(lm.tokenizer.eos_ids, jnp.int32),
-        tuple(observers), tuple(observers.values()), decode=own,
+    length = jnp.asarray([len(p.tokens) for p in rows], jnp.int32)
+    given_length = jnp.asarray([min(len(p.continuation), settings.horizon) for p in rows], jnp.int32)
+    stop = jnp.asarray(lm.tokenizer.eos_ids, jnp.int32)
+    looking = {"policies": tuple(observers), "weights": tuple(observers.values())}
+    unseen = settings.hidden(block[0].kind)
+    taught = _teach(
+        lm.params, lm.decode_params, lm.config, jnp.asarray(tokens), length, jnp.asarray(given), given_length,
+        jnp.full((len(rows),), own), stop, decode=own, **({"policies": (), "weights": ()} if unseen else looking),
     )  # fmt: skip
+    if not unseen:
+        return taught
+    # What the policies see ends before the question, which is fed like a continuation; only what comes after it counts.
+    seen = length - unseen
+    question = np.stack([p.tokens[len(p.tokens) - unseen :] for p in rows])
+    fed = jnp.concatenate([jnp.asarray(question), taught.continuation], axis=1)
+    cut = np.where(np.arange(settings.length) < np.asarray(seen)[:, None], tokens, 0)
+    blind = _teach(
+        lm.params, lm.decode_params, lm.config, jnp.asarray(cut), seen, fed,
+        unseen + jnp.sum(taught.weight, axis=1).astype(jnp.int32), jnp.zeros(len(rows), bool), stop, decode=False, **looking,
+    )  # fmt: skip
+    counts = np.concatenate([np.zeros((len(rows), unseen - 1)), np.ones((len(rows), 1)), taught.weight], axis=1)
+    return dataclasses.replace(blind, weight=jnp.asarray(counts, jnp.float32))
 
 
 def _evaluate_one(
@@ -372,7 +416,8 @@ def _evaluate_one(
     settings: Settings,
 ) -> dict[str, Any]:  # fmt: skip
     """The record of one prompt; see `evaluate`."""
-    length = len(prompt.tokens)
+    unseen = settings.hidden(prompt.kind)
+    length = len(prompt.tokens) - unseen
     policies_, weights = tuple(arm.policy for arm in arms), tuple(arm.params for arm in arms)
     every = settings.evict_every or settings.room
     seen = range(length, length + settings.room + 1, every)  # at each eviction
@@ -407,8 +452,9 @@ def _evaluate_one(
     if settings.new_tokens and prompt.kind == "retrieval":
         tokens = np.asarray(
             _answer(
-                lm.decode_params, lm.config, students, continuation[0], jnp.asarray(lm.tokenizer.eos_ids, jnp.int32),
-                policies_, weights, allowed, key, evict_every=settings.evict_every, new_tokens=settings.new_tokens,
+                lm.decode_params, lm.config, students, continuation[:unseen], continuation[unseen],
+                jnp.asarray(lm.tokenizer.eos_ids, jnp.int32), policies_, weights, allowed, key,
+                evict_every=settings.evict_every, new_tokens=settings.new_tokens,
             )
         )  # fmt: skip
         for row, result in zip(tokens, results, strict=True):
@@ -418,7 +464,7 @@ def _evaluate_one(
     for arm, result in zip(arms, results, strict=True):
         table.setdefault(arm.method, {})[budget_name(arm.budget)] = result
     return {
-        "name": prompt.name, "kind": prompt.kind, "task": prompt.task, "length": length,
+        "name": prompt.name, "kind": prompt.kind, "task": prompt.task, "length": len(prompt.tokens),
         "counted": int(weight.sum()), "arms": table,
     }  # fmt: skip
 

@@ -20,6 +20,7 @@ from dcache.tokenizer import Tokenizer
 
 RESULTS = "results.jsonl"
 ANSWER_TOKENS = 24
+_UNSEEN_UNIT = 16  # few lengths, few compilations
 
 
 def held_out_prompts(experiment: Experiment, tokenizer: Tokenizer) -> list[Prompt]:
@@ -41,15 +42,17 @@ def held_out_prompts(experiment: Experiment, tokenizer: Tokenizer) -> list[Promp
     return [*retrieval, *plain]
 
 
-def settings_of(experiment: Experiment) -> fidelity.Settings:
-    """The evaluation settings of an experiment."""
+def settings_of(experiment: Experiment, prompts: Sequence[Prompt] = ()) -> fidelity.Settings:
+    """The evaluation settings of an experiment; where questions are hidden, by as many tokens as the longest one needs."""
     chosen = experiment.eval
+    questions = [p.question for p in prompts if p.kind == "retrieval"] if chosen.hide_question else []
     return fidelity.Settings(
         length=experiment.data.length,
         horizon=chosen.horizon,
         evict_every=chosen.evict_every,
         new_tokens=ANSWER_TOKENS if chosen.accuracy else 0,
         seed=chosen.seed,
+        unseen=-(-max(questions, default=0) // _UNSEEN_UNIT) * _UNSEEN_UNIT,
     )
 
 
@@ -95,7 +98,7 @@ def run(
     """Evaluates on held-out prompts, going on from what `folder` already holds; see `records.run`."""
     prompts = held_out_prompts(experiment, lm.tokenizer)
     arms = fidelity.make_arms(methods, experiment.eval.budgets, min(len(p.tokens) for p in prompts))
-    return records.run(lm, prompts, arms, settings_of(experiment), folder / RESULTS)
+    return records.run(lm, prompts, arms, settings_of(experiment, prompts), folder / RESULTS)
 
 
 def publish(

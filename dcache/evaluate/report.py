@@ -57,6 +57,8 @@ def page(
     trained = {method for method, _, is_trained in tables.columns(header) if is_trained}
     settings = header["settings"]
     schedule = f"again every {settings['evict_every']} tokens" if settings["evict_every"] else "once, after the prompt"
+    if settings["unseen"]:
+        schedule += f" without its last {settings['unseen']} tokens (the question is hidden from the policies)"
     parts = [
         f"<h1>{html.escape(title)}</h1>",
         f"<p>Model {html.escape(header['model'])}, prompts of up to {settings['length']} tokens, {settings['horizon']} "

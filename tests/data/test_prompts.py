@@ -86,6 +86,10 @@ def test_retrieval_prompts(documents, tokenizer, split, length):
         assert text.startswith("<user>")
         message, lead = text.split("<assistant>")
         (answer,) = prompt.answers
+        # What is marked as the question is the question, not the passage; all of it comes at the end.
+        asked = tokenizer.decode(prompt.tokens[-prompt.question :])
+        assert "?" in asked and lead in asked and answer.lower() not in asked.lower() and prompt.question < 60
+        assert "?" not in tokenizer.decode(prompt.tokens[: -prompt.question])[-30:]
         assert message.lower().count(answer.lower()) == 1
         # The assistant's turn is opened up to the value: some wording of the fact, cut off before it.
         assert answer.lower() not in lead.lower()
