@@ -18,6 +18,10 @@ Variants, after a colon (`--config=configs/smollm2.py:sequential`):
   layer       the same with one keep-set for the heads of a layer
   alpha_only, alpha_entropy
               the default with these signals only and no prior (the paper's Table 10)
+  ranker      the default's network, supervised by the attention of the text to come (Table 10)
+  contribution, ranking
+              the default with the two rewards that the paper compares with (Table 6)
+  bonus       the default with the paper's entropy bonus, beta = 0.01 (Table 10's last row; the default has none)
   paper       the paper's settings (arXiv 2608.08878) on this model: 5 signals, eviction at every token, keep-set law
               and entropy term as the paper writes them, 10,000 steps
 """
@@ -31,7 +35,8 @@ from dcache.learn.distill import DistillConfig
 from dcache.policies.distillcache import DistillCache
 from dcache.signals import EXTENDED_SIGNALS, HEAD_SIGNALS, PAPER_SIGNALS
 
-VARIANTS = ("tiny", "demo", "sequential", "head", "head_equal", "layer", "alpha_only", "alpha_entropy", "paper")
+VARIANTS = ("tiny", "demo", "sequential", "head", "head_equal", "layer", "alpha_only", "alpha_entropy", "ranker",
+            "contribution", "ranking", "bonus", "paper")  # fmt: skip
 
 
 def get_config(variant: str = "") -> ConfigDict:
@@ -91,6 +96,12 @@ def get_config(variant: str = "") -> ConfigDict:
         config.learn.update(estimator="relaxed", steps=450, ratios=(0.25, 0.125))
     elif variant in ("alpha_only", "alpha_entropy"):
         config.policy.update(signals=("alpha",) if variant == "alpha_only" else ("alpha", "entropy"), prior=())
+    elif variant == "ranker":
+        config.learn.update(estimator="ranker")
+    elif variant in ("contribution", "ranking"):
+        config.learn.update(reward=variant, horizon=8)
+    elif variant == "bonus":
+        config.learn.update(entropy_bonus=0.01)
     elif variant == "paper":
         config.checkpoint_every = 100
         config.data.trajectory = "teacher"

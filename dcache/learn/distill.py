@@ -4,6 +4,9 @@ Two estimators of its gradient. REINFORCE with students of sampled keep-sets (Al
 silent or contradicts itself the choice is a field of `DistillConfig`. And a relaxed keep-set (`dcache.relaxed`), through
 which the KL is differentiated: one student a step and no sampling noise, so that every layer and head can have a keep-set
 of its own.
+
+What the paper compares its reward with is here too: a ranker supervised by the attention of the text to come (Table 10), and
+two rewards made from that attention (Table 6). None of them runs a student.
 """
 
 import dataclasses
@@ -15,14 +18,15 @@ import optax
 from jax import Array
 
 from dcache import cache as kv
-from dcache import model, subset
-from dcache.budget import tokens_kept
+from dcache import model, signals, subset
+from dcache.budget import keep_top, tokens_kept, tokens_kept_traced
 from dcache.config import ModelConfig
 from dcache.errors import ConfigError
 from dcache.learn import policy_gradient as pg
 from dcache.learn.learner import PromptLearner
 from dcache.learn.state import LearnConfig, TrainState, advance, start
 from dcache.policies.distillcache import DistillCache
+from dcache.policies.oracle import Oracle
 from dcache.rollout import (
     Decisions,
     Trajectories,
@@ -42,7 +46,11 @@ class DistillConfig(LearnConfig):
         1); 0 evicts once, after the prefill.
       samples: K, keep-sets drawn per prompt; at least 2 use the leave-one-out baseline, 1 uses the moving average.
       ratios: budget ratios; one is drawn per step. minimum: B_min.
-      estimator: "reinforce" as the paper, or "relaxed" (any granularity; one eviction, after the prefill).
+      estimator: "reinforce" as the paper, "relaxed" (any granularity; one eviction, after the prefill), or "ranker": logistic
+        loss on all pairs of a token that belongs to the B of most future attention and one that does not.
+      reward: of REINFORCE: "kl" as the paper, "contribution" (share of the attention of the next `horizon` tokens that goes to
+        what was kept; the paper rolls out 8), or "ranking" (of a sampled ranking of all tokens: that share averaged over all
+        budgets). Attention is the full cache's, averaged over layers and heads.
       law: keep-set distribution, see `dcache.subset`.
       gamma: discount per token. entropy_bonus: beta. entropy_form: "score" adds the centred, detached surprise per kept
         token to the return (the score-function gradient of the entropy); "direct" differentiates the surprise itself, as
@@ -57,7 +65,8 @@ class DistillConfig(LearnConfig):
     samples: int = 8
     ratios: tuple[float, ...] = (0.5, 0.25, 0.125)
     minimum: int = 32
-    estimator: Literal["reinforce", "relaxed"] = "reinforce"
+    estimator: Literal["reinforce", "relaxed", "ranker"] = "reinforce"
+    reward: Literal["kl", "contribution", "ranking"] = "kl"
     law: subset.Law = "plackett_luce"
     gamma: float = 0.99
     entropy_bonus: float = 0.01
@@ -78,11 +87,22 @@ class DistillConfig(LearnConfig):
             raise ConfigError(f"ratios are {self.ratios}; give one or more budget ratios in (0, 1].")
         if self.entropy_form not in ("score", "direct"):
             raise ConfigError(f"entropy_form is {self.entropy_form!r}; use 'score' or 'direct'.")
-        if self.estimator not in ("reinforce", "relaxed"):
-            raise ConfigError(f"estimator is {self.estimator!r}; use 'reinforce' or 'relaxed'.")
-        if self.estimator == "relaxed" and self.evict_every:
+        if self.estimator not in ("reinforce", "relaxed", "ranker"):
+            raise ConfigError(f"estimator is {self.estimator!r}; use 'reinforce', 'relaxed' or 'ranker'.")
+        if self.reward not in ("kl", "contribution", "ranking"):
+            raise ConfigError(f"reward is {self.reward!r}; use 'kl', 'contribution' or 'ranking'.")
+        if self.reward != "kl" and self.estimator != "reinforce":
             raise ConfigError(
-                f"evict_every is {self.evict_every}; the relaxed estimator evicts once, after the prefill: set it to 0."
+                f"reward is {self.reward!r} with estimator {self.estimator!r}; only 'reinforce' has a reward."
+            )
+        if self.evict_every and (self.estimator != "reinforce" or self.reward != "kl"):
+            raise ConfigError(
+                f"evict_every is {self.evict_every}; estimator {self.estimator!r} with reward {self.reward!r} evicts once, "
+                "after the prefill: set it to 0."
+            )
+        if self.reward != "kl" and self.samples < 2:
+            raise ConfigError(
+                f"samples is {self.samples}; reward {self.reward!r} needs at least 2, each other's baseline."
             )
         if not 0.0 < self.final_temperature <= self.temperature:
             raise ConfigError(
@@ -91,12 +111,17 @@ class DistillConfig(LearnConfig):
             )
 
     def check(self, policy):
-        """Raises ConfigError where REINFORCE would have to choose for every layer or head."""
+        """Raises ConfigError where REINFORCE or the ranker would have to choose for every layer or head."""
         if policy.granularity != "sequence" and self.estimator != "relaxed":
             raise ConfigError(
-                f"policy.granularity is {policy.granularity!r} with learn.estimator {self.estimator!r}; REINFORCE "
-                "trains 'sequence' policies, the 'relaxed' estimator all."
+                f"policy.granularity is {policy.granularity!r} with learn.estimator {self.estimator!r}; REINFORCE and the "
+                "ranker train 'sequence' policies, the 'relaxed' estimator all."
             )
+
+    @property
+    def foresees(self) -> bool:
+        """Whether it learns from the attention of the text to come in place of the KL."""
+        return self.estimator == "ranker" or self.reward != "kl"
 
     @property
     def every(self) -> int:
@@ -147,17 +172,21 @@ def train_step(
 
     Returns:
       The new state and metrics (f32 scalars): reward (mean return), kl, ratio, grad_norm, baseline; with REINFORCE also
-      kl_deviation (over samples) and surprise (-log pi per kept token), relaxed also temperature.
+      kl_deviation (over samples) and surprise (-log pi per kept token), relaxed also temperature. Without students there is
+      no kl; the reward is the share of future attention, and the ranker's loss is there.
     """
     key_ratio, key_sample = jax.random.split(jax.random.fold_in(key, state.step))
     ratio = jax.random.choice(key_ratio, jnp.asarray(config.ratios, jnp.float32))
     cache = kv.select(trajectories.cache, index)
     continuation, weight = trajectories.continuation[index], trajectories.weight[index]
-    teacher = teacher_log_probs(params, model_config, cache, continuation)
     student = (params, model_config, policy)
-    if config.estimator == "relaxed":
+    if config.foresees:
+        grads, found = _foreseen_gradient(state, policy, cache, ratio, key_sample, config, most)
+    elif config.estimator == "relaxed":
+        teacher = teacher_log_probs(params, model_config, cache, continuation)
         grads, found = _relaxed_gradient(state, student, cache, continuation, weight, teacher, ratio, config)
     else:
+        teacher = teacher_log_probs(params, model_config, cache, continuation)
         grads, found = _reinforce_gradient(
             state, student, cache, continuation, weight, teacher, ratio, key_sample, config, most
         )
@@ -216,6 +245,62 @@ def _relaxed_gradient(state, student, cache, continuation, weight, teacher, rati
     return grads, {"reward": returns[0, 0], "kl": loss, "temperature": temperature}
 
 
+def _foreseen_gradient(state, policy, cache, ratio, key, config, most):
+    """Gradient and metrics of what learns from the attention that the text to come pays."""
+    features = policy.features(cache)[0]
+    filled = signals.filled(cache)[0]
+    future = Oracle(granularity="sequence").scores((), cache, key)[0]  # its own key is not used
+    share = jnp.where(filled, future, 0.0) / jnp.maximum(jnp.sum(jnp.where(filled, future, 0.0)), 1e-20)
+    budget = tokens_kept_traced(ratio, cache.length, config.minimum)[0]
+    if config.estimator == "ranker":
+        best = keep_top(share, filled, budget)
+
+        def loss_of(policy_params):
+            scores = policy.scores_of(policy_params, features)
+            return pairwise_loss(scores, best, filled & ~best), keep_top(scores, filled, budget)
+
+        (loss, kept), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+        return grads, {"loss": loss, "reward": jnp.sum(jnp.where(kept, share, 0.0))}
+    count = jnp.sum(filled, dtype=jnp.int32) if config.reward == "ranking" else budget
+    scores = policy.scores_of(state.params, features)
+    keys = jax.random.split(key, config.samples)
+    order = jax.vmap(lambda k: subset.sample("plackett_luce", k, scores, filled, count, most))(keys)
+    rank = jnp.argsort(order, axis=1)
+    rewards = ranking_reward(rank, share, count) if config.reward == "ranking" else kept_share(rank, share, budget)
+
+    def surrogate(policy_params):
+        scores = policy.scores_of(policy_params, features)
+        log_prob = jax.vmap(lambda o: subset.log_prob("plackett_luce", scores, o, filled, count, most))(order)
+        surprise = -jax.lax.stop_gradient(log_prob) / count.astype(jnp.float32)
+        value = pg.leave_one_out(rewards + config.entropy_bonus * surprise)
+        return pg.reinforce_loss(log_prob[:, None], value[:, None]), surprise
+
+    grads, surprise = jax.grad(surrogate, has_aux=True)(state.params)
+    return grads, {"reward": jnp.mean(rewards), "surprise": jnp.mean(surprise)}
+
+
+def pairwise_loss(scores: Array, better: Array, worse: Array) -> Array:
+    """Mean of log(1 + exp(s_j - s_i)) over all pairs of a better token i and a worse one j (RankNet).
+
+    Args:
+      scores: f32[S]. better, worse: bool[S].
+    """
+    pair = (better[:, None] & worse[None]).astype(jnp.float32)
+    loss = jax.nn.softplus(scores[None] - scores[:, None])
+    return jnp.sum(pair * loss) / jnp.maximum(jnp.sum(pair), 1.0)
+
+
+def kept_share(rank: Array, share: Array, budget: Array) -> Array:
+    """Share of the attention that goes to the first `budget` tokens: rank int32[A, S], share f32[S] -> f32[A]."""
+    return jnp.sum(jnp.where(rank < budget, share[None], 0.0), axis=1)
+
+
+def ranking_reward(rank: Array, share: Array, count: Array) -> Array:
+    """`kept_share` averaged over the budgets 1 to `count`: a token of rank r is kept by `count - r` of them. f32[A]."""
+    kept_by = jnp.maximum(count - rank, 0).astype(jnp.float32) / count.astype(jnp.float32)
+    return jnp.sum(kept_by * share[None], axis=1)
+
+
 Config = DistillConfig
 
 
@@ -223,6 +308,11 @@ class Learner(PromptLearner):
     """DistillCache in the training loop."""
 
     step = staticmethod(train_step)
+
+    def observers(self):
+        """The policy, and the oracle where the method learns from what it sees."""
+        foreseen = (Oracle(granularity="sequence"),) if self.experiment.learn.foresees else ()
+        return (self.experiment.policy, *foreseen)
 
     def static(self):
         """The largest budget."""
@@ -232,4 +322,5 @@ class Learner(PromptLearner):
     def tokens_read(self, prompt):
         """Prompt and continuation by the teacher, the continuation by every student."""
         learn = self.experiment.learn
-        return len(prompt.tokens) + (1 + learn.samples) * learn.horizon
+        students = 0 if learn.foresees else 1 if learn.estimator == "relaxed" else learn.samples
+        return len(prompt.tokens) + (1 + students) * learn.horizon

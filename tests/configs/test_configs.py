@@ -86,7 +86,7 @@ def changed(**fields):
         ({"policy__signals": ("alpha", "vibes")}, r"Unknown signals \['vibes'\]"),
         (
             {"policy__signals": ("alpha",), "policy__prior": (), "policy__granularity": "head"},
-            "REINFORCE trains 'sequence' policies",
+            "REINFORCE and the ranker train 'sequence' policies",
         ),
     ],
 )

@@ -341,3 +341,65 @@ def test_config_defaults_are_the_papers():
     assert (config.learning_rate, config.warmup_steps, config.clip_norm) == (3e-4, 500, 1.0)
     assert config.ratios == (0.5, 0.25, 0.125) and config.evict_every == 1
     assert hash(config) == hash(DistillConfig()) and config.every == 1 and DistillConfig(evict_every=0).every == 64
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Learning from the attention of the text to come
+
+
+def test_rewards_of_a_ranking_by_enumeration():
+    share = np.asarray([0.4, 0.1, 0.3, 0.2, 0.0], np.float32)  # the last is padding
+    orders = np.asarray([[*p, 4] for p in itertools.permutations(range(4))], np.int32)
+    rank = np.argsort(orders, axis=1)
+    for budget in range(1, 5):
+        got = distill.kept_share(jnp.asarray(rank), jnp.asarray(share), jnp.int32(budget))
+        np.testing.assert_allclose(got, [share[o[:budget]].sum() for o in orders], rtol=1e-6)
+    got = np.asarray(distill.ranking_reward(jnp.asarray(rank), jnp.asarray(share), jnp.int32(4)))
+    want = [np.mean([share[o[:b]].sum() for b in range(1, 5)]) for o in orders]
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert orders[got.argmax()].tolist()[:4] == [0, 2, 3, 1]
+
+
+def test_pairwise_loss():
+    scores = np.asarray([1.0, -0.5, 2.0, 0.3], np.float32)
+    better, worse = np.asarray([1, 0, 1, 0], bool), np.asarray([0, 1, 0, 0], bool)
+    want = np.mean([np.log1p(np.exp(scores[1] - scores[i])) for i in (0, 2)])
+    assert np.isclose(distill.pairwise_loss(*map(jnp.asarray, (scores, better, worse))), want)
+    assert distill.pairwise_loss(jnp.asarray(scores), jnp.asarray(better), jnp.zeros(4, bool)) == 0
+
+
+@pytest.mark.parametrize("settings", [{"estimator": "ranker"}, {"reward": "contribution"}, {"reward": "ranking"}])
+def test_foreseen_attention_is_learnt(settings):
+    """The text to come looks at tokens of large values, which one of the signals tells."""
+    policy = make("distillcache", signals=("vnorm", "pos"), hidden=8)
+    config = DistillConfig(
+        steps=80, horizon=T, evict_every=0, samples=8, ratios=(0.5,), minimum=4, learning_rate=0.02, warmup_steps=0,
+        entropy_bonus=0.0, **settings,
+    )  # fmt: skip
+    text = trajectories()
+    large = text.cache.layers.value_norm > jnp.median(text.cache.layers.value_norm)
+    future = large.astype(jnp.float32).mean(axis=(0, 2)) ** 4
+    spread = jnp.broadcast_to(future[None, :, None], (TINY.num_layers, 2, TINY.num_heads, P))
+    text = dataclasses.replace(text, cache=kv.with_extra(text.cache, "future", spread))
+    state, rewards = distill.init_state(jax.random.key(0), policy, config), []
+    for _ in range(80):
+        state, metrics = train_jit(
+            state, naive.weights(), text, jnp.int32(0), jax.random.key(5), model_config=TINY, policy=policy, config=config,
+            most=MOST,
+        )  # fmt: skip
+        rewards.append(float(metrics["reward"]))
+    assert "kl" not in metrics and ("loss" in metrics) == (config.estimator == "ranker")
+    assert np.mean(rewards[-10:]) > np.mean(rewards[:5]) + 0.08 and np.mean(rewards[-10:]) <= 1.0
+
+
+@pytest.mark.parametrize(
+    "bad, says",
+    [
+        ({"reward": "accuracy"}, "reward is 'accuracy'"), ({"reward": "ranking", "estimator": "relaxed"}, "only 'reinforce'"),
+        ({"reward": "ranking", "evict_every": 8}, "evicts once"), ({"estimator": "ranker", "evict_every": 8}, "evicts once"),
+        ({"reward": "contribution", "samples": 1}, "each other's baseline"),
+    ],
+)  # fmt: skip
+def test_foresight_refusals(bad, says):
+    with pytest.raises(ConfigError, match=says):
+        DistillConfig(**{"evict_every": 0, **bad})

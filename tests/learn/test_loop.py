@@ -115,6 +115,14 @@ def test_what_a_run_writes(tmp_path, experiment, lm):
     assert float(jnp.abs(checkpoint.load_policy(tmp_path).params["params"]["Dense_2"]["kernel"]).max()) > 0
 
 
+@pytest.mark.parametrize("settings", [{"estimator": "ranker"}, {"reward": "contribution"}])
+def test_learning_from_what_the_oracle_sees(tmp_path, experiment, lm, settings):
+    learn = dataclasses.replace(experiment.learn, steps=2, **settings)
+    loop.train(dataclasses.replace(experiment, learn=learn), tmp_path, lm=lm)
+    for record in metrics.read(tmp_path):
+        assert 0 < record["reward"] <= 1 and "kl" not in record and record["grad_norm"] > 0
+
+
 def test_seeds_differ(tmp_path, experiment, lm):
     def names(seed):
         ours = distill.Learner(dataclasses.replace(experiment, seed=seed), tmp_path, lambda: lm)
