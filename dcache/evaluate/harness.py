@@ -23,19 +23,25 @@ ANSWER_TOKENS = 24
 _UNSEEN_UNIT = 16  # few lengths, few compilations
 
 
-def held_out_prompts(experiment: Experiment, tokenizer: Tokenizer) -> list[Prompt]:
+def held_out_prompts(experiment: Experiment, tokenizer: Tokenizer, *, validation: bool = False) -> list[Prompt]:
     """`experiment.eval.prompts` retrieval prompts and as many plain-text windows, none from a training document.
 
-    An experiment that trains on benchmarks is evaluated on the text that every installation has.
+    Where questions are hidden there are no plain-text windows: they ask nothing. An experiment that trains on benchmarks is
+    evaluated on the text that every installation has. With `validation` the prompts are new ones from training documents, for
+    choices that must not be made on held-out prompts.
     """
     data, settings = experiment.data, experiment.eval
     installed = data.source in ("installed", BENCHMARKS)
     documents = text.installed_text() if installed else text.directory_text(data.source)
-    _, test = text.split_documents(documents, data.held_out)
+    train, test = text.split_documents(documents, data.held_out)
+    if validation:
+        test = train
     prefix = () if tokenizer.bos_id is None else (tokenizer.bos_id,)
     retrieval = prompt_lib.retrieval_prompts(
-        test, tokenizer, data.length, settings.prompts, settings.seed, "test"
-    )  # fmt: skip
+        test, tokenizer, data.length, settings.prompts, settings.seed, "train" if validation else "test"
+    )
+    if settings.hide_question:
+        return retrieval
     plain = prompt_lib.text_prompts(
         test, tokenizer, data.length, settings.horizon, settings.prompts, settings.seed, prefix
     )
@@ -93,10 +99,11 @@ def labelled(items: Sequence[str]) -> dict[str, pathlib.Path]:
 
 
 def run(
-    lm: LanguageModel, experiment: Experiment, methods: Mapping[str, Trained], folder: pathlib.Path
-) -> tuple[Record, list[Record]]:
-    """Evaluates on held-out prompts, going on from what `folder` already holds; see `records.run`."""
-    prompts = held_out_prompts(experiment, lm.tokenizer)
+    lm: LanguageModel, experiment: Experiment, methods: Mapping[str, Trained], folder: pathlib.Path, *,
+    validation: bool = False,
+) -> tuple[Record, list[Record]]:  # fmt: skip
+    """Evaluates on held-out (or validation) prompts, going on from what `folder` already holds; see `records.run`."""
+    prompts = held_out_prompts(experiment, lm.tokenizer, validation=validation)
     arms = fidelity.make_arms(methods, experiment.eval.budgets, min(len(p.tokens) for p in prompts))
     return records.run(lm, prompts, arms, settings_of(experiment, prompts), folder / RESULTS)
 
