@@ -81,7 +81,7 @@ class Protected(Wrapper):
         if self.chat:
             if self.markers is None:
                 raise ConfigError("protected was not told the chat template; call policy.bind(tokenizer) first.")
-            marks = _occurrences(tokens, self.markers).astype(jnp.float32)
+            marks = occurrences(tokens, self.markers).astype(jnp.float32)
             cache = kv.with_extra(cache, _CHAT, jnp.broadcast_to(marks[None, :, None], position.shape))
         if self.boundaries:
             after = cache.length[None, :, None, None] - 1 - position
@@ -150,7 +150,7 @@ def _conversation(tokenizer: Any, content: str) -> list[int]:
         return tokenizer.chat(turns[1:]).tolist()
 
 
-def _occurrences(tokens: Array, markers: tuple[tuple[int, ...], ...]) -> Array:
+def occurrences(tokens: Array, markers: tuple[tuple[int, ...], ...]) -> Array:
     """Which tokens of int32[B, S] belong to an occurrence of a marker: bool[B, S]."""
     found = jnp.zeros(tokens.shape, bool)
     slots = tokens.shape[1]
