@@ -19,8 +19,9 @@ from dcache.errors import ConfigError
 from dcache.generate import Generation, check_tokens, pad_prompts
 from dcache.generate import generate as generate_ids
 from dcache.load import LanguageModel
-from dcache.policies import REGISTRY, make
+from dcache.policies import REGISTRY, around, innermost, make, parse
 from dcache.policies.base import Policy, Trained, keep_set, read, spread
+from dcache.policies.wrapper import Wrapper
 
 PRETRAINED = pathlib.Path(__file__).resolve().parent.parent / "policies"
 """Policies that this project trained, `<model>-<policy>/`; a learned policy's name stands for the one in here."""
@@ -44,7 +45,9 @@ class Fidelity:
 
 
 def resolve(policy: str | os.PathLike[str] | Policy | Trained, **settings: Any) -> Trained:
-    """A policy with its weights: by name, from the folder of a trained policy (or its workdir), or as it is.
+    """A policy with its weights: by name or description, from the folder of a trained policy (or its workdir), or as it is.
+
+    A description is a text such as "protected(snapkv(window=16), first=4)", see `dcache.policies.parse`.
 
     Raises:
       ConfigError: unknown name or setting, or settings given for something that has its own.
@@ -55,10 +58,10 @@ def resolve(policy: str | os.PathLike[str] | Policy | Trained, **settings: Any) 
             raise ConfigError(
                 f"Settings {sorted(settings)} were given with a policy object; set its own fields instead."
             )
-        if isinstance(policy, Policy) and hasattr(policy, "init"):
+        if isinstance(policy, Policy) and hasattr(innermost(policy), "init"):
             raise ConfigError(
-                f"A {policy.name!r} policy was given without its weights; give its name, the folder of a trained one, or a "
-                "Trained(policy, params)."
+                f"A {innermost(policy).name!r} policy was given without its weights; give its name, the folder of a trained "
+                "one, or a Trained(policy, params)."
             )
         return policy if isinstance(policy, Trained) else Trained(policy, ())
     if not isinstance(policy, str | os.PathLike) or not os.fspath(policy):
@@ -66,6 +69,10 @@ def resolve(policy: str | os.PathLike[str] | Policy | Trained, **settings: Any) 
             f"policy is {policy!r}; give a policy's name, the folder of a trained one, or a policy object."
         )
     name = os.fspath(policy)
+    if ("(" in name or "@" in name) and "/" not in name and os.sep not in name and not os.path.exists(name):
+        if settings:
+            raise ConfigError(f"Settings {sorted(settings)} were given with {name!r}; write them into the description.")
+        return _described(name)
     if name in REGISTRY:
         if not hasattr(REGISTRY[name], "init"):
             return Trained(make(name, **settings), ())
@@ -85,6 +92,20 @@ def resolve(policy: str | os.PathLike[str] | Policy | Trained, **settings: Any) 
             f"Settings {sorted(settings)} were given with a trained policy; they are part of its training."
         )
     return load_policy(path)
+
+
+def _described(text: str) -> Trained:
+    """The policy of a description; inside it a learned one's name stands for the trained one that comes with the project."""
+    policy = parse(text)
+    inside = innermost(policy)
+    if not hasattr(inside, "init"):
+        return Trained(policy, ())
+    if inside != make(inside.name):
+        raise ConfigError(
+            f"{text!r} gives settings to {inside.name}; they are part of its training. Give its name alone."
+        )
+    trained = resolve(inside.name)
+    return around(trained, policy) if isinstance(policy, Wrapper) else trained
 
 
 def logits(lm: LanguageModel, tokens: Sequence[int] | np.ndarray) -> np.ndarray:

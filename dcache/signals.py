@@ -321,24 +321,35 @@ def positions_of(position: Array, granularity: Granularity) -> Array:
     return position[:, :, 0] if granularity == "layer" else position[0, :, 0]
 
 
-def pool(x: Array, position: Array, kernel: int, pooling: str) -> Array:
-    """Pools a non-negative per-token value over neighbouring tokens, with stride 1; places beyond the ends count as zero.
+def pool(x: Array, position: Array, kernel: int, pooling: str, *, zeros: bool = True) -> Array:
+    """Pools a per-token value over neighbouring tokens, with stride 1.
 
     Args:
       x: f32[..., S]. position: int32[..., S], `EMPTY` where there is no token (which then comes after all tokens). After
         decode-time eviction slots are in any order; neighbours are neighbours in position.
-      kernel: odd number of tokens. pooling: "max" or "avg" (a sum divided by the kernel, at the ends too).
+      kernel: odd number of tokens. pooling: "max" or "avg".
+      zeros: places beyond the ends count as zeros (then the maximum is right for values that are not negative only);
+        otherwise they do not count: any finite values, and the average is over the tokens that are there.
+
+    Returns:
+      f32[..., S]. Empty slots hold anything finite.
     """
     order = jnp.argsort(jnp.where(position >= 0, position, jnp.iinfo(jnp.int32).max), axis=-1)
     back = jnp.argsort(order, axis=-1)
-    x = jnp.take_along_axis(jnp.where(position >= 0, x, 0.0), order, axis=-1)
+    outside = -jnp.inf if pooling == "max" and not zeros else 0.0
+    x = jnp.take_along_axis(jnp.where(position >= 0, x, outside), order, axis=-1)
     window, strides = (1,) * (x.ndim - 1) + (kernel,), (1,) * x.ndim
     side = ((0, 0),) * (x.ndim - 1) + ((kernel // 2, kernel // 2),)
     if pooling == "max":
-        x = jax.lax.reduce_window(x, 0.0, jax.lax.max, window, strides, side)
+        x = jax.lax.reduce_window(x, outside, jax.lax.max, window, strides, side)
     else:
-        x = jax.lax.reduce_window(x, 0.0, jax.lax.add, window, strides, side) / kernel
-    return jnp.take_along_axis(x, back, axis=-1)
+        x = jax.lax.reduce_window(x, 0.0, jax.lax.add, window, strides, side)
+        if zeros:
+            return jnp.take_along_axis(x / kernel, back, axis=-1)
+        there = jnp.take_along_axis((position >= 0).astype(x.dtype), order, axis=-1)
+        x = x / jnp.maximum(jax.lax.reduce_window(there, 0.0, jax.lax.add, window, strides, side), 1.0)
+    x = jnp.take_along_axis(x, back, axis=-1)
+    return x if zeros else jnp.where(position >= 0, x, 0.0)
 
 
 def filled(cache: kv.Cache, granularity: Granularity = "sequence") -> Array:

@@ -28,7 +28,7 @@ from dcache.config import ModelConfig
 from dcache.data.prompts import Prompt, is_correct
 from dcache.errors import ConfigError, DcacheError
 from dcache.load import LanguageModel
-from dcache.policies import make
+from dcache.policies import innermost, make, parse
 from dcache.policies.base import Policy, Trained, keep_set, slot_positions
 
 BINS = 20
@@ -98,14 +98,15 @@ class Arm:
 
 
 def heuristic(name: str) -> Trained:
-    """A policy without weights by name; "h2o@sequence" is H2O with its scores averaged over layers and heads.
+    """A policy without weights by its description (see `policies.parse`).
+
+    "h2o@sequence" is H2O with its scores averaged over layers and heads.
 
     Raises:
-      ConfigError: unknown policy, a policy that must be trained, or one that cannot have that granularity.
+      ConfigError: a description that cannot be read, or a policy that must be trained.
     """
-    base, _, granularity = name.partition("@")
-    policy = make(base, **({"granularity": granularity} if granularity else {}))
-    if hasattr(policy, "init"):
+    policy = parse(name)
+    if hasattr(innermost(policy), "init"):
         raise ConfigError(f"{name!r} has to be trained first; give the path of a trained policy instead of the name.")
     return Trained(policy, ())
 
@@ -367,11 +368,12 @@ def _check(prompts: Sequence[Prompt], arms: Sequence[Arm], settings: Settings) -
         raise ConfigError("Two prompts have the same name; results are kept by name, give each its own.")
     if not arms or arms[0].method != "full":
         raise ConfigError("The first arm must be the full cache; build the arms with make_arms.")
-    looking: dict[str, str] = {arm.policy.name: arm.method for arm in reversed(arms) if arm.policy.looks}
+    looking: dict[str, str] = {innermost(arm.policy).name: arm.method for arm in reversed(arms) if arm.policy.looks}
     for arm in arms:
-        if arm.policy.looks and looking[arm.policy.name] != arm.method:
+        name = innermost(arm.policy).name
+        if arm.policy.looks and looking[name] != arm.method:
             raise ConfigError(
-                f"{looking[arm.policy.name]!r} and {arm.method!r} are both trained {arm.policy.name} policies; evaluate them "
+                f"{looking[name]!r} and {arm.method!r} are both trained {name} policies; evaluate them "
                 "in two runs: each leaves what it sees while the prompt is read in the same place."
             )
 

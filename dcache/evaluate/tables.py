@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -131,7 +132,7 @@ def best_heuristic(records: Sequence[Record], kind: str, budget: str, names: Seq
 
     The oracle knows the text to come: it is a ceiling, not a heuristic that one could use.
     """
-    names = [name for name in names if name.partition("@")[0] != "oracle"]
+    names = [name for name in names if "oracle" not in re.findall(r"\w+", name)]
     values = paired(records, kind, "kl", *((name, budget) for name in names)) if names else []
     means = {name: sum(v) / len(v) for name, v in zip(names, values, strict=True) if v}
     return min(means, key=lambda name: means[name]) if means else None

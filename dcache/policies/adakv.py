@@ -2,12 +2,9 @@
 
 import dataclasses
 
-import jax.numpy as jnp
-
-from dcache import budget as budgets
 from dcache.errors import ConfigError
-from dcache.policies.base import shared_counts
-from dcache.policies.wrapper import Wrapper
+from dcache.policies.base import floored_counts, most_floored
+from dcache.policies.wrapper import Wrapper, check_head_level
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,26 +28,16 @@ class AdaKV(Wrapper):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.base.granularity != "head":
-            raise ConfigError(
-                f"adakv: {self.base.name} decides per {self.base.granularity}; give a policy that decides per head."
-            )
+        check_head_level(self)
         if not 0.0 <= self.floor <= 1.0:
             raise ConfigError(f"adakv: floor is {self.floor}; give a share in [0, 1].")
 
     def allocate(self, cache, scores, filled, budget, protected):
         """Counts the tokens of each head among the best of the layer."""
         shares = self.base.allocate(cache, scores, filled, budget, protected)
-        least = jnp.floor(self.floor * shares.astype(jnp.float32) + 1e-4).astype(jnp.int32)
-        safe = budgets.keep_top(scores, filled, least, protected)
-        if protected is not None:
-            safe |= protected & filled
-        return shared_counts(scores, filled, shares, safe, "layer")
+        return floored_counts(scores, filled, shares, protected, self.floor, "layer")
 
     def most_kept(self, budget, seen, config):
         """One head takes what the floors of the others leave."""
         most = self.base.most_kept(budget, seen, config)
-        if most > budget:  # heads of unequal shares: the floors of the others may be smaller
-            return min(seen, config.num_kv_heads * most)
-        least = int(self.floor * min(budget, seen) + 1e-4)
-        return min(seen, config.num_kv_heads * budget - (config.num_kv_heads - 1) * least)
+        return most_floored(budget, most, seen, config, "layer", self.floor)

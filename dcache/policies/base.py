@@ -28,6 +28,7 @@ class Policy:
       granularity: "sequence" (one keep-set for all), "layer" or "head" (key/value head).
       learner: of a learned policy, the module that trains it (see `dcache.learn.learner`); it also defines `init(key)`.
       looks: whether `observe` depends on the policy's weights; one evaluation then holds one trained policy of its kind.
+      ranks: whether the tokens that stay are those of the best scores, protected ones first: whether `decide` is the one below.
     """
 
     name: ClassVar[str]
@@ -36,6 +37,7 @@ class Policy:
     granularity: ClassVar[signals.Granularity] = "sequence"
     learner: ClassVar[str] = ""
     looks: ClassVar[bool] = False
+    ranks: ClassVar[bool] = True
 
     @property
     def needs(self) -> StatsRequest:
@@ -110,15 +112,18 @@ class Policy:
         del cache, filled, protected
         return jnp.broadcast_to(shaped(budget, self.granularity), scores.shape[:-1])
 
-    def decide(self, params: Any, cache: kv.Cache, budget: Array, key: Array) -> Array:
+    def decide(
+        self, params: Any, cache: kv.Cache, budget: Array, key: Array, protected: Array | None = None
+    ) -> Array:  # fmt: skip
         """Which slots stay, bool of the shape of the scores: the best of each keep-set's share, protected ones first.
 
         Args:
           budget: int32[B], tokens per keep-set (on average, if the policy allocates unequally).
+          protected: bool of the shape of the scores, what is protected in place of what `protects` says; None for that.
         """
         scores = self.scores(params, cache, key).astype(jnp.float32)
         mask = signals.filled(cache, self.granularity)
-        protected = self.protects(cache, budget)
+        protected = self.protects(cache, budget) if protected is None else protected
         allowed = self.allocate(cache, scores, mask, self.allowance(budget, cache.length), protected)
         return budgets.keep_top(scores, mask, allowed, protected)
 
@@ -254,10 +259,39 @@ def shared_counts(scores: Array, filled: Array, budget: Array, safe: Array | Non
     return jnp.sum(unpooled(best, scores.shape, scope), axis=-1, dtype=jnp.int32)
 
 
+def floored_counts(
+    scores: Array, filled: Array, budget: Array, protected: Array | None, floor: float, scope: Scope
+) -> Array:  # fmt: skip
+    """`shared_counts` of which every head gets `floor` (a share) of its own budget and what is protected in any case."""
+    least = jnp.floor(floor * budget.astype(jnp.float32) + 1e-4).astype(jnp.int32)
+    safe = budgets.keep_top(scores, filled, least, protected)
+    if protected is not None:
+        safe |= protected & filled
+    return shared_counts(scores, filled, budget, safe, scope)
+
+
 def most_shared(budget: int, seen: int, config: ModelConfig, scope: Scope) -> int:
     """Upper bound of the tokens of one head where heads share budgets: all of them, if the others keep none."""
-    sharing = {"model": config.num_layers * config.num_kv_heads, "layer": config.num_kv_heads, "head": 1}[scope]
-    return min(seen, sharing * budget)
+    return min(seen, _sharing(config, scope) * budget)
+
+
+def most_floored(budget: int, most: int, seen: int, config: ModelConfig, scope: Scope, floor: float) -> int:
+    """Upper bound of `floored_counts`: what the floors of the others leave; most: of one head before they share."""
+    if most > budget:  # heads of unequal shares: the floors of the others may be smaller
+        return most_shared(most, seen, config, scope)
+    least = int(floor * min(budget, seen) + 1e-4)
+    return min(seen, _sharing(config, scope) * budget - (_sharing(config, scope) - 1) * least)
+
+
+def _sharing(config: ModelConfig, scope: Scope) -> int:
+    """How many heads share a budget."""
+    return {"model": config.num_layers * config.num_kv_heads, "layer": config.num_kv_heads, "head": 1}[scope]
+
+
+def most_marked(mask: Array) -> Array:
+    """The most marks of any layer or head: bool[L, B, S] or [L, B, K, S] -> int32[B]."""
+    counts = jnp.sum(mask, axis=-1, dtype=jnp.int32)
+    return jnp.max(counts.reshape(*counts.shape[:2], -1), axis=(0, 2))
 
 
 def averaged(scores: Array, granularity: str) -> Array:

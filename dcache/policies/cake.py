@@ -8,7 +8,7 @@ from jax import Array
 
 from dcache.attention import StatsRequest
 from dcache.errors import BudgetError, ConfigError
-from dcache.policies.base import Policy, recent, slot_positions, statistics
+from dcache.policies.base import Policy, most_marked, recent, slot_positions, statistics
 from dcache.signals import pool
 
 
@@ -100,9 +100,11 @@ class CAKE(Policy):
 
     def allocate(self, cache, scores, filled, budget, protected):
         """In proportion to the preferences, as far as a layer has tokens."""
-        del protected
         held = jnp.max(jnp.sum(filled, axis=-1, dtype=jnp.int32), axis=2)  # [L, B]
-        window = jnp.minimum(self.width, budget)
+        stays = jnp.int32(self.width)  # more, if a policy around this one protects more
+        if protected is not None:
+            stays = jnp.maximum(stays, most_marked(protected & filled))
+        window = jnp.minimum(stays, budget)
         total = scores.shape[0] * (budget - window)
         shares = proportional(self.preferences(cache), jnp.maximum(held - window[None], 0), total)
         return jnp.broadcast_to((window[None] + shares)[:, :, None], scores.shape[:-1])

@@ -9,7 +9,7 @@ from dcache import signals
 from dcache.attention import StatsRequest
 from dcache.errors import ConfigError
 from dcache.policies.base import per_kv_head, statistics
-from dcache.policies.wrapper import Wrapper
+from dcache.policies.wrapper import Wrapper, check_head_level
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,16 +27,14 @@ class CriticalKV(Wrapper):
     name = "criticalkv"
     summary = "another policy's scores (SnapKV's) times the size of the projected value"
     paper = "arXiv 2502.03805"
+    ranks = False
 
     first_share: float = 0.5
     epsilon: float = 1e-4
 
     def __post_init__(self):
         super().__post_init__()
-        if self.base.granularity != "head":
-            raise ConfigError(
-                f"criticalkv: {self.base.name} decides per {self.base.granularity}; give a policy that decides per head."
-            )
+        check_head_level(self)
         if not 0.0 <= self.first_share <= 1.0 or self.epsilon < 0.0:
             raise ConfigError(
                 f"criticalkv: first_share is {self.first_share} and epsilon {self.epsilon}; give a share in [0, 1] and an "
@@ -53,11 +51,11 @@ class CriticalKV(Wrapper):
         size = per_kv_head(statistics(cache, lambda stats: stats.projected), cache)
         return (self.base.scores(params, cache, key) + self.epsilon) * size
 
-    def decide(self, params, cache, budget, key):
+    def decide(self, params, cache, budget, key, protected=None):
         """Both stages."""
         first = self.base.scores(params, cache, key).astype(jnp.float32)
         filled = signals.filled(cache, "head")
-        protected = self.protects(cache, budget)
+        protected = self.protects(cache, budget) if protected is None else protected
         allowed = self.allocate(cache, first, filled, self.allowance(budget, cache.length), protected)
         part = jnp.floor(self.first_share * allowed.astype(jnp.float32)).astype(jnp.int32)
         chosen = budgets.keep_top(first, filled, part, protected)

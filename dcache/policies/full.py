@@ -24,3 +24,8 @@ class Full(Policy):
         """Everything seen."""
         del budget
         return seen
+
+    def most_kept(self, budget, seen, config):
+        """Everything seen."""
+        del budget, config
+        return seen

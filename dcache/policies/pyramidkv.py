@@ -3,8 +3,10 @@
 import dataclasses
 
 import jax.numpy as jnp
+from jax import Array
 
 from dcache.errors import ConfigError
+from dcache.policies.base import most_marked
 from dcache.policies.snapkv import SnapKV
 
 
@@ -44,30 +46,47 @@ class PyramidKV(SnapKV):
 
     def allocate(self, cache, scores, filled, budget, protected):
         """Layer budgets."""
-        del cache, protected
-        held = jnp.max(jnp.sum(filled, axis=-1, dtype=jnp.int32).reshape(*filled.shape[:2], -1), axis=(0, 2))  # [B]
-        layers = jnp.arange(scores.shape[0], dtype=jnp.int32)[:, None]
-        steps = max(scores.shape[0] - 1, 1)
-        window = jnp.minimum(self.width, budget)
-        inside = jnp.zeros_like(window) if self.kvpress else window
-        mean = (budget - inside).astype(jnp.float32)
-        most = (held - window).astype(jnp.float32)
-        last = jnp.maximum(mean / self.beta, 2.0 * mean - most)
-        first = 2.0 * mean - last
-        wanted = first[None] - layers.astype(jnp.float32) * ((first - last) / steps)[None]
-        if self.kvpress:
-            falls = (last >= self.width)[None]
-            shares = jnp.where(falls, jnp.round(wanted).astype(jnp.int32), budget[None])
-        else:
-            floors = jnp.floor(wanted + 1e-3).astype(jnp.int32)
-            over = scores.shape[0] * (budget - inside) - jnp.sum(floors, axis=0)
-            full = jnp.sum(floors >= most.astype(jnp.int32)[None], axis=0)  # layers that keep all they hold
-            more = (layers >= full[None]) & (layers - full[None] < over[None])
-            shares = inside[None] + floors + more.astype(jnp.int32)
-        shares = shares.reshape(*shares.shape, *(1,) * (scores.ndim - 3))
-        return jnp.broadcast_to(shares, scores.shape[:-1])
+        del cache
+        return falling(scores, filled, budget, protected, window=self.width, beta=self.beta, kvpress=self.kvpress)
 
     def most_kept(self, budget, seen, config):
         """The first layer's budget, at most twice the mean."""
         del config
         return min(seen, 2 * budget)
+
+
+def falling(
+    scores: Array, filled: Array, budget: Array, protected: Array | None, *, window: int, beta: float,
+    kvpress: bool = False,
+) -> Array:  # fmt: skip
+    """Budgets that fall linearly from layer to layer, see `PyramidKV`: int32[L, B] or [L, B, K].
+
+    Args:
+      scores, filled, budget, protected: see `Policy.allocate`.
+      window: tokens that every layer keeps in any case; more, if more are protected.
+      beta, kvpress: see `PyramidKV`.
+    """
+    held = most_marked(filled)
+    layers = jnp.arange(scores.shape[0], dtype=jnp.int32)[:, None]
+    steps = max(scores.shape[0] - 1, 1)
+    stays = jnp.full_like(budget, window)
+    if protected is not None:
+        stays = jnp.maximum(stays, most_marked(protected & filled))
+    inside = jnp.minimum(stays, budget)
+    most = (held - inside).astype(jnp.float32)
+    counted = jnp.zeros_like(inside) if kvpress else inside
+    mean = (budget - counted).astype(jnp.float32)
+    last = jnp.maximum(mean / beta, 2.0 * mean - most)
+    first = 2.0 * mean - last
+    wanted = first[None] - layers.astype(jnp.float32) * ((first - last) / steps)[None]
+    if kvpress:
+        falls = (last >= stays.astype(jnp.float32))[None]
+        shares = jnp.where(falls, jnp.round(wanted).astype(jnp.int32), budget[None])
+    else:
+        floors = jnp.floor(wanted + 1e-3).astype(jnp.int32)
+        over = scores.shape[0] * (budget - inside) - jnp.sum(floors, axis=0)
+        full = jnp.sum(floors >= most.astype(jnp.int32)[None], axis=0)  # layers that keep all they hold
+        more = (layers >= full[None]) & (layers - full[None] < over[None])
+        shares = inside[None] + floors + more.astype(jnp.int32)
+    shares = shares.reshape(*shares.shape, *(1,) * (scores.ndim - 3))
+    return jnp.broadcast_to(shares, scores.shape[:-1])

@@ -1,9 +1,10 @@
 """What a policy that changes another one has in common: it passes on whatever it does not change."""
 
 import dataclasses
+from typing import Any
 
 from dcache.errors import ConfigError
-from dcache.policies.base import Policy
+from dcache.policies.base import Policy, Trained
 from dcache.policies.snapkv import SnapKV
 
 
@@ -25,6 +26,16 @@ class Wrapper(Policy):
     def granularity(self):  # type: ignore[override]
         """That of the policy inside."""
         return self.base.granularity
+
+    @property
+    def looks(self):  # type: ignore[override]
+        """Whether the policy inside does."""
+        return self.base.looks
+
+    @property
+    def ranks(self):  # type: ignore[override]
+        """Whether the policy inside does."""
+        return self.base.ranks
 
     @property
     def needs(self):
@@ -55,6 +66,10 @@ class Wrapper(Policy):
         """What the policy inside protects."""
         return self.base.protected_tokens(budget)
 
+    def allowance(self, budget, seen):
+        """As the policy inside does."""
+        return self.base.allowance(budget, seen)
+
     def allocate(self, cache, scores, filled, budget, protected):
         """As the policy inside does."""
         return self.base.allocate(cache, scores, filled, budget, protected)
@@ -62,3 +77,36 @@ class Wrapper(Policy):
     def most_kept(self, budget, seen, config):
         """As the policy inside does."""
         return self.base.most_kept(budget, seen, config)
+
+
+def check_head_level(wrapper: Wrapper) -> None:
+    """Raises ConfigError unless the policy inside decides per head."""
+    base = wrapper.base
+    if base.granularity != "head":
+        raise ConfigError(
+            f"{wrapper.name}: {base.name} decides per {base.granularity}; give a policy that decides per head."
+        )
+
+
+def check_ranks(wrapper: Wrapper) -> None:
+    """Raises ConfigError if the policy inside does not keep the best of its scores."""
+    inside = wrapper.base
+    while isinstance(inside, Wrapper) and not inside.base.ranks:
+        inside = inside.base
+    if not inside.ranks:
+        raise ConfigError(
+            f"{wrapper.name}: {inside.name} does not simply keep its best scores; put it around instead, as in "
+            f"{inside.name}({wrapper.name}(...))."
+        )
+
+
+def innermost(policy: Policy) -> Policy:
+    """The policy inside all wrappers."""
+    return innermost(policy.base) if isinstance(policy, Wrapper) else policy
+
+
+def around(trained: Trained, wrapper: Wrapper) -> Trained:
+    """A trained policy in place of the innermost one of a wrapper (or of several around each other)."""
+    base: Any = wrapper.base
+    inside = around(trained, base).policy if isinstance(base, Wrapper) else trained.policy
+    return Trained(dataclasses.replace(wrapper, base=inside), trained.params)

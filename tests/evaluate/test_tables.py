@@ -63,10 +63,10 @@ def test_best_heuristic_follows_the_numbers(sample):
 def test_the_oracle_is_no_heuristic(sample):
     _, records = sample
     for record in records:
-        for name in ("oracle", "oracle@sequence"):
+        for name in ("oracle", "oracle@sequence", "protected(oracle, first=4)"):
             record["arms"][name] = {"50%": {**record["arms"]["h2o"]["50%"], "kl": 0.0}}
     assert tables.best_heuristic(records, "text", "50%", ["oracle", "h2o", "oracle@sequence", "random"]) == "h2o"
-    assert tables.best_heuristic(records, "text", "50%", ["oracle"]) is None
+    assert tables.best_heuristic(records, "text", "50%", ["oracle", "protected(oracle, first=4)"]) is None
 
 
 def test_too_few_prompts_are_flagged(sample):
