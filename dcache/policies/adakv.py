@@ -38,9 +38,9 @@ class AdaKV(Wrapper):
         if not 0.0 <= self.floor <= 1.0:
             raise ConfigError(f"adakv: floor is {self.floor}; give a share in [0, 1].")
 
-    def allocate(self, cache, scores, filled, budget, protected):
+    def allocate(self, params, cache, scores, filled, budget, protected):
         """Counts the tokens of each head among the best of the layer."""
-        shares = self.base.allocate(cache, scores, filled, budget, protected)
+        shares = self.base.allocate(params, cache, scores, filled, budget, protected)
         least = jnp.floor(self.floor * shares.astype(jnp.float32) + 1e-4).astype(jnp.int32)
         safe = budgets.keep_top(scores, filled, least, protected)
         if protected is not None:

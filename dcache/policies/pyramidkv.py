@@ -42,9 +42,9 @@ class PyramidKV(SnapKV):
         if self.beta < 1.0:
             raise ConfigError(f"pyramidkv: beta is {self.beta}; give 1 (equal budgets) or more.")
 
-    def allocate(self, cache, scores, filled, budget, protected):
+    def allocate(self, params, cache, scores, filled, budget, protected):
         """Layer budgets."""
-        del cache, protected
+        del params, cache, protected
         held = jnp.max(jnp.sum(filled, axis=-1, dtype=jnp.int32).reshape(*filled.shape[:2], -1), axis=(0, 2))  # [B]
         layers = jnp.arange(scores.shape[0], dtype=jnp.int32)[:, None]
         steps = max(scores.shape[0] - 1, 1)

@@ -55,9 +55,9 @@ class Wrapper(Policy):
         """What the policy inside protects."""
         return self.base.protected_tokens(budget)
 
-    def allocate(self, cache, scores, filled, budget, protected):
+    def allocate(self, params, cache, scores, filled, budget, protected):
         """As the policy inside does."""
-        return self.base.allocate(cache, scores, filled, budget, protected)
+        return self.base.allocate(params, cache, scores, filled, budget, protected)
 
     def most_kept(self, budget, seen, config):
         """As the policy inside does."""

@@ -3,7 +3,7 @@ import re
 import pytest
 from ml_collections import ConfigDict
 
-from configs import mistral7b, smollm2
+from configs import mistral7b, rlkv_smollm2, smollm2
 from dcache.errors import BudgetError, ConfigError
 from dcache.experiment import Experiment, from_config
 from dcache.learn.loop import train
@@ -116,3 +116,20 @@ def test_tiny_variants_train(module, tmp_path):
     experiment = from_config(module.get_config("tiny"))
     outcome = train(experiment, tmp_path)
     assert outcome.trained and outcome.step == outcome.steps == experiment.learn.steps
+
+
+@pytest.mark.parametrize("variant", ["", *rlkv_smollm2.VARIANTS])
+def test_rlkv_configurations(variant):
+    config = rlkv_smollm2.get_config(variant) if variant else rlkv_smollm2.get_config()
+    experiment = from_config(config)
+    assert experiment.method == "rlkv" and experiment.data.retrieval == 1.0
+    assert config.name == (f"rlkv_smollm2-{variant}" if variant else "rlkv_smollm2")
+    assert "--config=configs/rlkv_smollm2.py" in rlkv_smollm2.__doc__
+    assert not variant or re.search(rf"\n  {variant} ", rlkv_smollm2.__doc__)
+    assert experiment.learn.questions % experiment.teacher_batch == 0
+    if variant == "paper":
+        learn = experiment.learn
+        assert (learn.steps, learn.questions, learn.samples, learn.learning_rate) == (185, 32, 4, 0.01)
+        assert (learn.sinks, learn.recent, learn.penalty, learn.threshold) == (128, 256, 1e-3, 0.5)
+    with pytest.raises(ConfigError, match="no variant 'huge'; use one of tiny, paper"):
+        rlkv_smollm2.get_config("huge")
