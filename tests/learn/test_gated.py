@@ -99,5 +99,6 @@ def test_samples_and_their_log_probs():
     p = np.exp(log_probs_jit(params, TINY, gates, tokens[0], lengths[0], everything, **LOCAL)[:, 0])
     assert p.sum() == pytest.approx(1.0, abs=1e-4)
     likely = int(p.argmax())
-    deviation = np.sqrt(p[likely] * (1 - p[likely]) / len(first))
-    assert (first == likely).mean() == pytest.approx(p[likely], abs=4 * deviation)
+    deviation = float(np.sqrt(p[likely] * (1 - p[likely]) / len(first)))
+    assert p[likely] < 0.9
+    assert (first == likely).mean() == pytest.approx(float(p[likely]), abs=4 * deviation)
