@@ -127,7 +127,7 @@ def _project(x: Array, weight: Array) -> Array:
     return out.reshape(*x.shape[:-1], *weight.shape[1:])
 
 
-def _qkv(p: Params, h: Array, position: Array, config: ModelConfig) -> tuple[Array, Array, Array, Array]:
+def qkv(p: Params, h: Array, position: Array, config: ModelConfig) -> tuple[Array, Array, Array, Array]:
     """q [B,T,N,H] before and after its rotation, rotated k [B,T,K,H] and v [B,T,K,H] of normalised h [B,T,D]."""
     with jax.named_scope("qkv"):
         q, k, v = _project(h, p["q"]), _project(h, p["k"]), _project(h, p["v"])
@@ -156,7 +156,7 @@ def _projected(p: Params, v: Array) -> Array:
     return norms.swapaxes(0, 1).reshape(v.shape[0], -1, v.shape[2])
 
 
-def _finish(p: Params, x: Array, attended: Array, config: ModelConfig) -> Array:
+def finish(p: Params, x: Array, attended: Array, config: ModelConfig) -> Array:
     """Output projection and SwiGLU, each added to the residual stream x [B, T, D]."""
     b, t, n, h = attended.shape
     with jax.named_scope("attention_out"):
@@ -214,7 +214,7 @@ def prefill(
     def body(carry, p, _):
         x, rows = carry
         h = rms_norm(x, p["attn_norm"], config.norm_eps)
-        unrotated, q, k, v = _qkv(p, h, index, config)
+        unrotated, q, k, v = qkv(p, h, index, config)
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
         with jax.named_scope("attend"):
             attended, stats, layer_rows = attend_prompt(q, k, v, position, request, config.sliding_window)
@@ -224,7 +224,7 @@ def prefill(
             norms = jnp.where(position[:, None] >= 0, _projected(p, v), 0.0)
             stats = dataclasses.replace(stats, projected=norms)
         moments = _moments(unrotated, position) if request.queries else None
-        return (_finish(p, x, attended, config), rows), (k, v, stats, moments, h if request.hidden else None)
+        return (finish(p, x, attended, config), rows), (k, v, stats, moments, h if request.hidden else None)
 
     rows: Any = jnp.zeros((tokens.shape[0], request.rows, t), jnp.float32) if request.rows else None
     (x, rows), (k, v, stats, moments, hidden) = run_layers(body, (embed(params, tokens), rows), params["layers"], None)
@@ -282,7 +282,7 @@ def extend_watched(
     def body(carry, p, state):
         x, rows = carry
         layer, prompt, weight_l = state
-        unrotated, q, k, v = _qkv(p, rms_norm(x, p["attn_norm"], config.norm_eps), position, config)
+        unrotated, q, k, v = qkv(p, rms_norm(x, p["attn_norm"], config.norm_eps), position, config)
         with jax.named_scope("cache_update"):
             filled = jnp.repeat(layer.position >= 0, group, axis=1)
             if start is None:
@@ -305,7 +305,7 @@ def extend_watched(
                 rows = rows + jnp.mean(probs, axis=1) / config.num_layers
             moments = None if cache.queries is None else _moments(unrotated, position)
         seen = watch(probs, layer.position)
-        return (_finish(p, x, attended, config), rows), (layer, moments, seen)
+        return (finish(p, x, attended, config), rows), (layer, moments, seen)
 
     slots = kv.positions(cache).shape[-1]
     rows: Any = None if cache.rows is None else jnp.zeros((b, t, slots), jnp.float32)
@@ -371,6 +371,7 @@ def full_logits(params: Params, config: ModelConfig, tokens: Array) -> Array:
 
 
 __all__ = [
-    "Params", "Stats", "TensorSpec", "embed", "extend", "extend_watched", "full_logits", "init_params", "last_logits",
-    "param_specs", "prefill", "rms_norm", "rope_frequencies", "rotate", "run_layers", "unembed", "unstack",
+    "Params", "Stats", "TensorSpec", "embed", "extend", "extend_watched", "finish", "full_logits", "init_params",
+    "last_logits", "param_specs", "prefill", "qkv", "rms_norm", "rope_frequencies", "rotate", "run_layers", "unembed",
+    "unstack",
 ]  # fmt: skip

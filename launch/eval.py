@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
     common.use_compilation_cache()
     experiment = from_config(_CONFIG.value)
     folder = pathlib.Path(_WORKDIR.value or common.default_workdir(experiment))
-    places = harness.labelled(_POLICY.value or [f"distillcache={folder}"])
+    places = harness.labelled(_POLICY.value or [f"{experiment.method}={folder}"])
     methods = harness.check(experiment, {label: load_policy(place) for label, place in places.items()})
     out = folder / "eval"
     with workdir.lock(out):

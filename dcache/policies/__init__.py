@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
+from collections.abc import Mapping
 from typing import Any
 
 from dcache.errors import ConfigError
@@ -43,6 +44,7 @@ def make(name: str, **settings: Any) -> Policy:
     if unknown:
         has = f"its settings are {', '.join(sorted(fields))}" if fields else "it has no settings"
         raise ConfigError(f"Policy {name!r} has no setting {', '.join(unknown)}; {has}.")
+    settings = {k: _inside(defaults[k], v) for k, v in settings.items()}
     for setting, value in settings.items():
         kind = type(defaults[setting])
         allowed = (int, float) if kind is float else (int, type(None)) if defaults[setting] is None else (kind,)
@@ -50,6 +52,11 @@ def make(name: str, **settings: Any) -> Policy:
             wanted = " or ".join(t.__name__ for t in allowed)
             raise ConfigError(f"Policy {name!r}: setting {setting} is {value!r}; give a value of type {wanted}.")
     return REGISTRY[name](**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+
+
+def _inside(default: Any, value: Any) -> Any:
+    """The value of a setting; the settings of a policy inside, as a saved policy has them, become that policy."""
+    return make(default.name, **value) if isinstance(default, Policy) and isinstance(value, Mapping) else value
 
 
 def parse(text: str) -> Policy:

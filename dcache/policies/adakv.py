@@ -32,9 +32,9 @@ class AdaKV(Wrapper):
         if not 0.0 <= self.floor <= 1.0:
             raise ConfigError(f"adakv: floor is {self.floor}; give a share in [0, 1].")
 
-    def allocate(self, cache, scores, filled, budget, protected):
+    def allocate(self, params, cache, scores, filled, budget, protected):
         """Counts the tokens of each head among the best of the layer."""
-        shares = self.base.allocate(cache, scores, filled, budget, protected)
+        shares = self.base.allocate(params, cache, scores, filled, budget, protected)
         return floored_counts(scores, filled, shares, protected, self.floor, "layer")
 
     def most_kept(self, budget, seen, config):

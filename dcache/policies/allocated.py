@@ -46,13 +46,13 @@ class Allocated(Wrapper):
         if not 0.0 <= self.floor <= 1.0:
             raise ConfigError(f"allocated: floor is {self.floor}; give a share in [0, 1].")
 
-    def allocate(self, cache, scores, filled, budget, protected):
+    def allocate(self, params, cache, scores, filled, budget, protected):
         """Tokens of each head."""
         if self.by == "uniform":
-            return Policy.allocate(self, cache, scores, filled, budget, protected)
+            return Policy.allocate(self, params, cache, scores, filled, budget, protected)
         if self.by == "pyramid":
             return falling(scores, filled, budget, protected, window=0, beta=PyramidKV.beta)
-        shares = self.base.allocate(cache, scores, filled, budget, protected)
+        shares = self.base.allocate(params, cache, scores, filled, budget, protected)
         return floored_counts(scores, filled, shares, protected, self.floor, _SCOPES[self.by])
 
     def most_kept(self, budget, seen, config):

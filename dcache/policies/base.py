@@ -98,18 +98,18 @@ class Policy:
         return budget
 
     def allocate(
-        self, cache: kv.Cache, scores: Array, filled: Array, budget: Array, protected: Array | None
+        self, params: Any, cache: kv.Cache, scores: Array, filled: Array, budget: Array, protected: Array | None
     ) -> Array:  # fmt: skip
         """How many tokens each keep-set gets: by default the budget, for every layer and head.
 
         Args:
-          cache, scores: what `scores` was given and returned. filled: bool[..., S]. budget: int32[B].
-          protected: bool[..., S] or None.
+          params: weights of a trained policy, () for others. cache, scores: what `scores` was given and returned.
+          filled: bool[..., S]. budget: int32[B]. protected: bool[..., S] or None.
 
         Returns:
           int32[...] of the shape of the scores without their last axis.
         """
-        del cache, filled, protected
+        del params, cache, filled, protected
         return jnp.broadcast_to(shaped(budget, self.granularity), scores.shape[:-1])
 
     def decide(
@@ -124,7 +124,7 @@ class Policy:
         scores = self.scores(params, cache, key).astype(jnp.float32)
         mask = signals.filled(cache, self.granularity)
         protected = self.protects(cache, budget) if protected is None else protected
-        allowed = self.allocate(cache, scores, mask, self.allowance(budget, cache.length), protected)
+        allowed = self.allocate(params, cache, scores, mask, self.allowance(budget, cache.length), protected)
         return budgets.keep_top(scores, mask, allowed, protected)
 
     def most_kept(self, budget: int, seen: int, config: ModelConfig) -> int:

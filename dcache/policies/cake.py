@@ -98,8 +98,9 @@ class CAKE(Policy):
         dispersion, shift = (jnp.sum(x, axis=(2, 3, 4)) for x in (surprisal, variance))
         return dispersion ** (1.0 / self.tau1) * shift ** (1.0 / self.tau2)
 
-    def allocate(self, cache, scores, filled, budget, protected):
+    def allocate(self, params, cache, scores, filled, budget, protected):
         """In proportion to the preferences, as far as a layer has tokens."""
+        del params
         held = jnp.max(jnp.sum(filled, axis=-1, dtype=jnp.int32), axis=2)  # [L, B]
         stays = jnp.int32(self.width)  # more, if a policy around this one protects more
         if protected is not None:

@@ -56,7 +56,7 @@ class CriticalKV(Wrapper):
         first = self.base.scores(params, cache, key).astype(jnp.float32)
         filled = signals.filled(cache, "head")
         protected = self.protects(cache, budget) if protected is None else protected
-        allowed = self.allocate(cache, first, filled, self.allowance(budget, cache.length), protected)
+        allowed = self.allocate(params, cache, first, filled, self.allowance(budget, cache.length), protected)
         part = jnp.floor(self.first_share * allowed.astype(jnp.float32)).astype(jnp.int32)
         chosen = budgets.keep_top(first, filled, part, protected)
         if protected is not None:

@@ -197,9 +197,9 @@ class DistillCache(Policy):
         del budget
         return later(cache, self._key(self.once[0]), self.granularity) if self.once else None
 
-    def allocate(self, cache, scores, filled, budget, protected):
+    def allocate(self, params, cache, scores, filled, budget, protected):
         """By the scores of all that compete."""
-        equal = super().allocate(cache, scores, filled, budget, protected)
+        equal = super().allocate(params, cache, scores, filled, budget, protected)
         return equal if self.scope == "head" else shared_counts(scores, filled, equal, protected, self.scope)
 
     def most_kept(self, budget, seen, config):

@@ -129,9 +129,9 @@ class KVzap(Policy):
         """The window."""
         return min(_WINDOW, budget // 4) if self.window is None else self.window
 
-    def allocate(self, cache, scores, filled, budget, protected):
+    def allocate(self, params, cache, scores, filled, budget, protected):
         """By the scores of all heads that share a budget."""
-        equal = super().allocate(cache, scores, filled, budget, protected)
+        equal = super().allocate(params, cache, scores, filled, budget, protected)
         return equal if self.scope == "head" else shared_counts(scores, filled, equal, protected, self.scope)
 
     def most_kept(self, budget, seen, config):

@@ -151,9 +151,9 @@ class KVzip(Policy):
         del budget
         return self.sinks
 
-    def allocate(self, cache, scores, filled, budget, protected):
+    def allocate(self, params, cache, scores, filled, budget, protected):
         """By the scores of all heads together."""
-        equal = super().allocate(cache, scores, filled, budget, protected)
+        equal = super().allocate(params, cache, scores, filled, budget, protected)
         return equal if self.scope == "head" else shared_counts(scores, filled, equal, protected, self.scope)
 
     def most_kept(self, budget, seen, config):

@@ -44,9 +44,9 @@ class PyramidKV(SnapKV):
         if self.beta < 1.0:
             raise ConfigError(f"pyramidkv: beta is {self.beta}; give 1 (equal budgets) or more.")
 
-    def allocate(self, cache, scores, filled, budget, protected):
+    def allocate(self, params, cache, scores, filled, budget, protected):
         """Layer budgets."""
-        del cache
+        del params, cache
         return falling(scores, filled, budget, protected, window=self.width, beta=self.beta, kvpress=self.kvpress)
 
     def most_kept(self, budget, seen, config):

@@ -70,9 +70,9 @@ class Wrapper(Policy):
         """As the policy inside does."""
         return self.base.allowance(budget, seen)
 
-    def allocate(self, cache, scores, filled, budget, protected):
+    def allocate(self, params, cache, scores, filled, budget, protected):
         """As the policy inside does."""
-        return self.base.allocate(cache, scores, filled, budget, protected)
+        return self.base.allocate(params, cache, scores, filled, budget, protected)
 
     def most_kept(self, budget, seen, config):
         """As the policy inside does."""

@@ -4,13 +4,13 @@ import re
 import pytest
 from ml_collections import ConfigDict
 
-from configs import kvzap_smollm2, mistral7b, smollm2
+from configs import kvzap_smollm2, mistral7b, rlkv_smollm2, smollm2
 from dcache.errors import BudgetError, ConfigError
 from dcache.experiment import Experiment, from_config
 from dcache.learn.loop import train
 from dcache.signals import PAPER_SIGNALS
 
-MODULES = (smollm2, mistral7b, kvzap_smollm2)
+MODULES = (smollm2, mistral7b, kvzap_smollm2, rlkv_smollm2)
 ALL = [(module, variant) for module in MODULES for variant in ("", *module.VARIANTS)]
 
 
@@ -119,3 +119,9 @@ def test_tiny_variants_train(module, tmp_path):
     experiment = from_config(module.get_config("tiny"))
     outcome = train(experiment, tmp_path)
     assert outcome.trained and outcome.step == outcome.steps == experiment.learn.steps
+
+
+def test_rlkv_as_published():
+    learn = from_config(rlkv_smollm2.get_config("paper")).learn
+    assert (learn.steps, learn.questions, learn.samples, learn.learning_rate) == (185, 32, 4, 0.01)
+    assert (learn.sinks, learn.recent, learn.penalty, learn.threshold) == (128, 256, 1e-3, 0.5)

@@ -16,7 +16,7 @@ from tests.policies.helpers import KEY, KINDS, K, L, grouped, keep_jit, kept_tok
 def layer_budgets(policy, layers, held, budget):
     """int[layers] of one sequence with `held` tokens."""
     shape = (layers, 1, K, held) if policy.granularity == "head" else (layers, 1, held)
-    got = policy.allocate(None, jnp.zeros(shape), jnp.ones(shape, bool), jnp.asarray([budget], jnp.int32), None)
+    got = policy.allocate((), None, jnp.zeros(shape), jnp.ones(shape, bool), jnp.asarray([budget], jnp.int32), None)
     got = np.asarray(got).reshape(layers, -1)
     assert (got == got[:, :1]).all()
     return got[:, 0]
@@ -94,7 +94,7 @@ def test_adakv_shares_what_its_base_gives_a_layer(floor):
     policy = make("adakv", base=make("pyramidkv", window=8), floor=floor)
     scores = jax.random.normal(KEY, (3, 1, K, 500)) + 2.0 * jnp.arange(K, dtype=jnp.float32)[None, None, :, None]
     budget = jnp.asarray([48], jnp.int32)
-    got = np.asarray(policy.allocate(None, scores, jnp.ones(scores.shape, bool), budget, None))[:, 0]
+    got = np.asarray(policy.allocate((), None, scores, jnp.ones(scores.shape, bool), budget, None))[:, 0]
     assert got.sum(1).tolist() == [K * 86, K * 48, K * 10]  # see test_pyramid_budgets_by_hand
     assert (got[:, -1] > got[:, 0]).all()  # the head of higher scores gets more of it
     assert (got >= floor * np.asarray([[86], [48], [10]]) - 1).all()

@@ -20,6 +20,7 @@ from tests.naive import TINY
 L, K = TINY.num_layers, TINY.num_kv_heads
 MODULE = importlib.import_module("dcache.policies")  # `dcache.policies` is the function of that name
 EVERY = {name: make(name) for name in policies()}
+EVERY |= {name: make(name, heads=(L, K)) for name in ("rlkv", "hybrid")}
 # H2O, SnapKV and DistillCache decide at any granularity.
 for _g in ("sequence", "layer"):
     EVERY[f"h2o/{_g}"] = make("h2o", granularity=_g)
@@ -194,7 +195,7 @@ def test_budget_smaller_than_what_is_protected():
         make("streaming_llm").fit(3)
     assert make("streaming_llm").fit(4) == make("streaming_llm")
     for name in policies():
-        if hasattr(make(name), "sinks") and name != "lagkv":
+        if hasattr(make(name), "sinks") and name not in ("lagkv", "rlkv"):
             with pytest.raises(BudgetError, match=f"{name}.*4.*3"):
                 make(name).fit(3)
         else:

@@ -353,7 +353,7 @@ def test_budgets_sum_to_the_budget(way):
     policy = make("allocated", base=make("keydiff"), by=way, floor=0.25)
     budget = jnp.asarray([40, 13], jnp.int32)
     config = dataclasses.replace(TINY, num_layers=7)
-    allocate = jax.jit(lambda protected: policy.allocate(None, scores, filled, budget, protected))
+    allocate = jax.jit(lambda protected: policy.allocate((), None, scores, filled, budget, protected))
     for marked in (0, 9):
         got = np.asarray(allocate(jnp.broadcast_to(jnp.arange(200) < marked, scores.shape)))
         for b, size in enumerate((40, 13)):
