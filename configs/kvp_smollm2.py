@@ -1,5 +1,4 @@
-"""KVP (arXiv 2602.10238) on SmolLM2-135M-Instruct.
-"""
+"""KVP (arXiv 2602.10238) on SmolLM2-135M-Instruct."""
 
 import dataclasses
 
@@ -14,7 +13,9 @@ VARIANTS = ("tiny", "paper")
 
 def get_config(variant: str = "") -> ConfigDict:
     if variant and variant not in VARIANTS:
-        raise ConfigError(f"configs/kvp_smollm2.py has no variant {variant!r}; use one of {', '.join(VARIANTS)}, or none.")
+        raise ConfigError(
+            f"configs/kvp_smollm2.py has no variant {variant!r}; use one of {', '.join(VARIANTS)}, or none."
+        )
 
     config = ConfigDict()
     config.name = f"kvp_smollm2-{variant}" if variant else "kvp_smollm2"

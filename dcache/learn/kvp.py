@@ -37,7 +37,6 @@ from dcache.policies.keydiff import KeyDiff
 from dcache.policies.kvp import KVP
 
 _TEXTS = 0  # Seed of the traces' texts. It is not the run's: runs of all seeds share one folder of traces.
-_WIDTHS = 4  # Prefixes are padded to a quarter of a trace, half of it and so on; each size is compiled once.
 _KEPT = 0.25  # At which the metrics look.
 
 
@@ -222,8 +221,7 @@ class Learner(learner.Learner):
         slots = trace.k.shape[2]
         blocks = (trace.length - 1) // learn.block  # at least one query must follow
         count = learn.block * int(np.random.default_rng([seed, step, 1]).integers(1, blocks + 1))
-        part = -(-slots // _WIDTHS)
-        width = min(slots, part * -(-count // part))
+        width = slots if 2 * count > slots else -(-slots // 2)  # two sizes, each compiled once
         importance = np.zeros((*trace.k.shape[:2], width), np.float32)
         importance[..., :count] = trace.importance(count)
         data = (trace.k[:, :, :width], trace.v[:, :, :width], importance, np.int32(count))

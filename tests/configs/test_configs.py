@@ -1,15 +1,17 @@
+import dataclasses
 import re
 
 import pytest
 from ml_collections import ConfigDict
 
-from configs import mistral7b, smollm2
+from configs import kvp_smollm2, mistral7b, smollm2
 from dcache.errors import BudgetError, ConfigError
 from dcache.experiment import Experiment, from_config
 from dcache.learn.loop import train
 from dcache.signals import PAPER_SIGNALS
 
-ALL = [(module, variant) for module in (smollm2, mistral7b) for variant in ("", *module.VARIANTS)]
+FILES = (smollm2, mistral7b, kvp_smollm2)
+ALL = [(module, variant) for module in FILES for variant in ("", *module.VARIANTS)]
 
 
 @pytest.mark.parametrize("module,variant", ALL, ids=lambda x: getattr(x, "__name__", x or "default"))
@@ -23,11 +25,11 @@ def test_every_configuration_is_valid(module, variant):
         not variant or re.search(rf"\n  (\w+, )*{variant}[ ,\n]", module.__doc__)
     )
     # Every field can be set on the command line.
-    assert {"gamma", "clip_norm", "baseline_decay", "minimum"} <= set(config.learn)
-    assert {"hidden", "layers", "layer_reduce", "logs", "granularity"} <= set(config.policy)
+    for group, made in ((config.learn, from_config(config).learn), (config.policy, from_config(config).policy)):
+        assert {field.name for field in dataclasses.fields(made)} == set(group)
 
 
-@pytest.mark.parametrize("module", [smollm2, mistral7b])
+@pytest.mark.parametrize("module", FILES)
 def test_unknown_variants(module):
     with pytest.raises(ConfigError, match=f"no variant 'huge'; use one of {', '.join(module.VARIANTS)}"):
         module.get_config("huge")
@@ -46,6 +48,14 @@ def test_paper_settings():
     for module, variant in ((mistral7b, "faithful"), (smollm2, "paper")):
         learn = from_config(module.get_config(variant)).learn
         assert (learn.law, learn.entropy_form, learn.evict_every) == ("paper", "direct", 1)
+
+
+def test_kvp_paper_settings():
+    paper = from_config(kvp_smollm2.get_config("paper"))
+    learn, policy = paper.learn, paper.policy
+    assert (learn.steps, learn.warmup_steps, learn.learning_rate, learn.clip_norm) == (4000, 100, 5e-5, 5.0)
+    assert learn.learning_rate * learn.final_rate == 1e-6 and learn.standardise and learn.average == 0.0
+    assert (policy.hidden, policy.sinks, policy.fit(1000).recent) == (256, 4, 16)
 
 
 def changed(**fields):
@@ -111,7 +121,7 @@ def test_whole_numbers_and_lists_are_accepted():
     assert experiment.eval.budgets == (0.5, 128) and type(experiment.eval.budgets[1]) is int  # a count stays a count
 
 
-@pytest.mark.parametrize("module", [smollm2, mistral7b])
+@pytest.mark.parametrize("module", FILES)
 def test_tiny_variants_train(module, tmp_path):
     experiment = from_config(module.get_config("tiny"))
     outcome = train(experiment, tmp_path)

@@ -36,11 +36,12 @@ EVERY["pyramidkv/layer"] = make("pyramidkv", granularity="layer")
 EVERY["kvzip/layer"] = make("kvzip", scope="layer")
 EVERY["oracle/sequence"] = make("oracle", granularity="sequence")
 EVERY["adakv/h2o"] = make("adakv", base=make("h2o"))
+EVERY["kvp"] = make("kvp", heads=(L, K), width=TINY.head_dim, hidden=8, recent=2)
 
 
 @functools.cache
 def weights_of(policy):
-    if policy.name != "distillcache":
+    if not policy.learner:
         return ()
     # The network starts with zero scores; any others will do.
     return jax.tree.map(lambda x: x + 0.1, policy.init(jax.random.key(0)))
