@@ -333,28 +333,35 @@ def later(cache: kv.Cache, name: str, granularity: signals.Granularity) -> Array
     return per & signals.filled(cache, granularity)
 
 
-def per_token(cache: kv.Cache, function: Callable[..., Array], *others: Array) -> Array:
+def per_token(cache: kv.Cache, function: Callable[..., Array], *others: Any, positions: bool = False) -> Array:
     """A function of each token's key and value, read where they lie: f32[L, B, K, S].
 
     Args:
       function: (k [B or 1, K, S', H], v, *others of the layer) -> f32[B or 1, K, S']; a shared prompt is read once for all
-        sequences. others: arrays with a leading axis L.
+        sequences. others: arrays, or trees of them, with a leading axis L.
+      positions: the function gets int32[B or 1, K, S'] after v, the position of each token. In a shared prompt it is that of
+        any sequence which still has the token.
     """
 
     def one(state) -> Array:
-        (k, v), prompt, extra = state
-        own = function(k, v, *extra)
+        k, v, position, prompt, extra = state
+        shared_slots = 0 if prompt is None else prompt.k.shape[2]
+        own = function(k, v, *([position[..., shared_slots:]] if positions else []), *extra)
         if prompt is None:
             return own
-        shared = function(prompt.k, prompt.v, *extra)
+        anyone = jnp.max(position[..., :shared_slots], axis=0, keepdims=True)
+        shared = function(prompt.k, prompt.v, *([anyone] if positions else []), *extra)
         return jnp.concatenate([jnp.broadcast_to(shared, (own.shape[0], *shared.shape[1:])), own], axis=-1)
 
     if isinstance(cache.layers, tuple):
         layers = enumerate(cache.layers)
         return jnp.stack(
-            [one(((layer.k, layer.v), _prompt_of(cache, i), [o[i] for o in others])) for i, layer in layers]
+            [
+                one((at.k, at.v, at.position, _prompt_of(cache, i), jax.tree.map(lambda x, i=i: x[i], others)))
+                for i, at in layers
+            ]
         )
-    return jax.lax.map(one, ((cache.layers.k, cache.layers.v), cache.prompt, others))
+    return jax.lax.map(one, (cache.layers.k, cache.layers.v, cache.layers.position, cache.prompt, others))
 
 
 def in_order(cache: kv.Cache, function: Callable[[Array, Array, Array], Array]) -> Array:

@@ -16,6 +16,7 @@ from dcache.policies.base import (
     check_scope,
     later,
     most_shared,
+    per_kv_head,
     recent,
     shared_counts,
     statistics,
@@ -113,7 +114,7 @@ class KVzap(Policy):
         """The prediction."""
         del params, key
         predicted = statistics(cache, lambda stats: stats.extra["kvzap"])
-        return jnp.where(jnp.isinf(predicted), 0.0, predicted)
+        return per_kv_head(jnp.where(jnp.isinf(predicted), 0.0, predicted), cache)
 
     def fit(self, budget):
         """Fills in the window."""

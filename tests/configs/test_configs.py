@@ -4,13 +4,13 @@ import re
 import pytest
 from ml_collections import ConfigDict
 
-from configs import kvzap_smollm2, mistral7b, rlkv_smollm2, smollm2
+from configs import kvp_smollm2, kvzap_smollm2, mistral7b, rlkv_smollm2, smollm2
 from dcache.errors import BudgetError, ConfigError
 from dcache.experiment import Experiment, from_config
 from dcache.learn.loop import train
 from dcache.signals import PAPER_SIGNALS
 
-MODULES = (smollm2, mistral7b, kvzap_smollm2, rlkv_smollm2)
+MODULES = (kvp_smollm2, kvzap_smollm2, mistral7b, rlkv_smollm2, smollm2)
 ALL = [(module, variant) for module in MODULES for variant in ("", *module.VARIANTS)]
 
 
@@ -49,6 +49,14 @@ def test_paper_settings():
     for module, variant in ((mistral7b, "faithful"), (smollm2, "paper")):
         learn = from_config(module.get_config(variant)).learn
         assert (learn.law, learn.entropy_form, learn.evict_every) == ("paper", "direct", 1)
+
+
+def test_kvp_paper_settings():
+    paper = from_config(kvp_smollm2.get_config("paper"))
+    learn, policy = paper.learn, paper.policy
+    assert (learn.steps, learn.warmup_steps, learn.learning_rate, learn.clip_norm) == (4000, 100, 5e-5, 5.0)
+    assert learn.learning_rate * learn.final_rate == 1e-6 and learn.standardise and learn.average == 0.0
+    assert (policy.hidden, policy.sinks, policy.fit(1000).recent) == (256, 4, 16)
 
 
 def changed(**fields):

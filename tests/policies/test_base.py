@@ -37,6 +37,7 @@ EVERY["pyramidkv/layer"] = make("pyramidkv", granularity="layer")
 EVERY["kvzip/layer"] = make("kvzip", scope="layer")
 EVERY["oracle/sequence"] = make("oracle", granularity="sequence")
 EVERY["adakv/h2o"] = make("adakv", base=make("h2o"))
+EVERY["kvp"] = make("kvp", heads=(L, K), width=TINY.head_dim, hidden=8, recent=2)
 
 
 @functools.cache
@@ -49,7 +50,8 @@ def weights_of(policy):
 
 def test_all_methods_are_registered():
     expected = """full random streaming_llm h2o observed_attention snapkv pyramidkv adakv tova keydiff knorm lagkv
-        expected_attention criticalkv kvzip oracle rkv cake distillcache kvzap""".split()
+        expected_attention criticalkv kvzip oracle rkv cake distillcache kvzap kvp
+        foresightkv rlkv hybrid protected smoothed allocated""".split()
     assert set(expected) <= set(policies())
     for name, policy in MODULE.REGISTRY.items():
         assert policy.name == name and policy.paper

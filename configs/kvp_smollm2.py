@@ -1,0 +1,51 @@
+"""KVP (arXiv 2602.10238) on SmolLM2-135M-Instruct."""
+
+import dataclasses
+
+from ml_collections import ConfigDict
+
+from dcache.errors import ConfigError
+from dcache.learn.kvp import KvpConfig
+from dcache.policies.kvp import KVP
+
+VARIANTS = ("tiny", "paper")
+
+
+def get_config(variant: str = "") -> ConfigDict:
+    if variant and variant not in VARIANTS:
+        raise ConfigError(
+            f"configs/kvp_smollm2.py has no variant {variant!r}; use one of {', '.join(VARIANTS)}, or none."
+        )
+
+    config = ConfigDict()
+    config.name = f"kvp_smollm2-{variant}" if variant else "kvp_smollm2"
+    config.method = "kvp"
+    config.model = "smollm2"
+    config.dtype = "float32"
+    config.seed = 0
+    config.teacher_batch = 1
+    config.checkpoint_every = 100
+    config.keep_checkpoints = 2
+    config.data = ConfigDict(dict(source="installed", length=1024, retrieval=0.5, held_out=0.3, trajectory="given"))
+    config.policy = ConfigDict(dataclasses.asdict(KVP(heads=(30, 3), width=64, hidden=64)))
+    config.learn = ConfigDict(
+        dataclasses.asdict(KvpConfig(steps=1500, learning_rate=1e-3, final_rate=0.02, samples=8, average=0.99))
+    )
+    config.eval = ConfigDict(
+        dict(
+            policies=("full", "random", "streaming_llm", "h2o", "snapkv", "keydiff"),
+            budgets=(0.5, 0.25, 0.125), prompts=32, horizon=12, evict_every=0, seed=1, accuracy=True,
+        )
+    )  # fmt: skip
+
+    if variant == "tiny":
+        config.model = "tiny"
+        config.checkpoint_every = 2
+        config.data.length = 448  # its tokens are characters: shorter prompts have no room for facts and a question
+        config.policy.update(heads=(2, 2), width=8, hidden=8)
+        config.learn.update(steps=6, traces=3, warmup_steps=1, samples=4)
+        config.eval.update(prompts=2, horizon=8)
+    elif variant == "paper":
+        config.policy.hidden = 256
+        config.learn = ConfigDict(dataclasses.asdict(KvpConfig()))
+    return config
