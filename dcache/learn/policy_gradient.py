@@ -33,3 +33,33 @@ def reinforce_loss(log_probs: Array, advantages: Array) -> Array:
       log_probs: f32[A, D], differentiable. advantages: f32[A, D], constants.
     """
     return -jnp.mean(jnp.sum(log_probs * advantages, axis=1))
+
+
+def group_advantages(rewards: Array) -> Array:
+    """rewards f32[A] of one prompt's samples, centred and divided by their deviation (GRPO: Shao et al., arXiv 2402.03300).
+
+    Equal rewards give 0: such a group teaches nothing.
+    """
+    centred = rewards - jnp.mean(rewards)
+    return centred / (jnp.std(rewards) + 1e-6)
+
+
+def clipped_surrogate(log_probs: Array, old_log_probs: Array, advantages: Array, clip: float) -> Array:
+    """Objective of each action, to be raised: f32[...], min(r A, clip(r, 1 - clip, 1 + clip) A), r the ratio of probabilities.
+
+    Args:
+      log_probs: f32[...], differentiable. old_log_probs: f32[...], of the policy that drew the actions, constants.
+      advantages: f32, of a shape that broadcasts to theirs, constants.
+    """
+    ratio = jnp.exp(log_probs - old_log_probs)
+    return jnp.minimum(ratio * advantages, jnp.clip(ratio, 1.0 - clip, 1.0 + clip) * advantages)
+
+
+def kl_penalty(log_probs: Array, reference: Array) -> Array:
+    """Estimate of KL(policy || reference) from each action that the policy drew, never negative: f32[...].
+
+    Args:
+      log_probs: f32[...], differentiable. reference: f32[...], of the reference policy, constants.
+    """
+    log_ratio = reference - log_probs
+    return jnp.exp(log_ratio) - log_ratio - 1.0
