@@ -227,7 +227,6 @@ def sample_replay(
     """
     keys = jax.random.split(key, scores.shape[0])
     width = min(2 * block, scores.shape[-1])
-    place = jnp.arange(width, dtype=jnp.int32)
 
     def drawing(score_and_key, competing, guarded, allowed):
         score, key_r = score_and_key
@@ -236,15 +235,20 @@ def sample_replay(
         size = jnp.minimum(2 * count, jnp.sum(older, axis=-1, dtype=jnp.int32))
         lowest, slot = jax.lax.top_k(jnp.where(older, -score, _NEVER), width)
         noisy = lowest + jax.random.gumbel(key_r, lowest.shape, jnp.float32)
-        draw = jnp.argsort(jnp.where(place < size[..., None], -noisy, jnp.inf), axis=-1)
+        draw = jnp.argsort(jnp.where(_first(size, width), -noisy, jnp.inf), axis=-1)
         order = jnp.take_along_axis(slot, draw, axis=-1)
         gone = jnp.put_along_axis(
-            jnp.zeros_like(competing), order, place < count[..., None], axis=-1, inplace=False
+            jnp.zeros_like(competing), order, _first(count, width), axis=-1, inplace=False
         )  # fmt: skip
         return competing & ~gone, (order, size, count)
 
     later = jnp.zeros_like(position, bool)
     return replay((scores, keys), position, later, block, budget, drawing)
+
+
+def _first(count: Array, width: int) -> Array:
+    """bool[..., W]: the first `count` (int32[...]) places."""
+    return jax.lax.broadcasted_iota(jnp.int32, (*count.shape, width), count.ndim) < count[..., None]
 
 
 def draw_log_probs(scores: Array, order: Array, size: Array) -> Array:
@@ -254,9 +258,8 @@ def draw_log_probs(scores: Array, order: Array, size: Array) -> Array:
       scores: f32[..., S]. order: int32[..., W], size: int32[...], as `sample_replay` returns them. Places from the n-th on
         were not drawn; what stands there means nothing.
     """
-    place = jnp.arange(order.shape[-1], dtype=jnp.int32)
     logits = -jnp.take_along_axis(scores, order, axis=-1)
-    logits = jnp.where(place < size[..., None], logits, _NEVER)
+    logits = jnp.where(_first(size, order.shape[-1]), logits, _NEVER)
     return logits - jax.lax.cumlogsumexp(logits, axis=logits.ndim - 1, reverse=True)
 
 
@@ -346,7 +349,7 @@ def _grpo(state, frozen, policy, config, cache, found, following, budget, key, r
         scores = scores_of(weights, found, cache, policy.block)
         return jax.vmap(lambda o, n: draw_log_probs(scores, o, n))(order, size)
 
-    drawn = (jnp.arange(order.shape[-1], dtype=jnp.int32) < count[..., None]).astype(jnp.float32)
+    drawn = _first(count, order.shape[-1]).astype(jnp.float32)
     draws = jnp.maximum(jnp.sum(drawn), 1.0)
     first = log_probs_of(reference)
     bound = jnp.where(state.step < config.kl_steps, config.kl_weight, 0.0)

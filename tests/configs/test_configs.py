@@ -1,15 +1,17 @@
+import dataclasses
 import re
 
 import pytest
 from ml_collections import ConfigDict
 
-from configs import mistral7b, smollm2
+from configs import foresightkv_smollm2, mistral7b, smollm2
 from dcache.errors import BudgetError, ConfigError
 from dcache.experiment import Experiment, from_config
 from dcache.learn.loop import train
 from dcache.signals import PAPER_SIGNALS
 
-ALL = [(module, variant) for module in (smollm2, mistral7b) for variant in ("", *module.VARIANTS)]
+MODULES = (smollm2, mistral7b, foresightkv_smollm2)
+ALL = [(module, variant) for module in MODULES for variant in ("", *module.VARIANTS)]
 
 
 @pytest.mark.parametrize("module,variant", ALL, ids=lambda x: getattr(x, "__name__", x or "default"))
@@ -23,11 +25,12 @@ def test_every_configuration_is_valid(module, variant):
         not variant or re.search(rf"\n  (\w+, )*{variant}[ ,\n]", module.__doc__)
     )
     # Every field can be set on the command line.
-    assert {"gamma", "clip_norm", "baseline_decay", "minimum"} <= set(config.learn)
-    assert {"hidden", "layers", "layer_reduce", "logs", "granularity"} <= set(config.policy)
+    experiment = from_config(config)
+    for group in ("policy", "learn"):
+        assert {field.name for field in dataclasses.fields(getattr(experiment, group))} == set(config[group])
 
 
-@pytest.mark.parametrize("module", [smollm2, mistral7b])
+@pytest.mark.parametrize("module", MODULES)
 def test_unknown_variants(module):
     with pytest.raises(ConfigError, match=f"no variant 'huge'; use one of {', '.join(module.VARIANTS)}"):
         module.get_config("huge")
@@ -46,6 +49,14 @@ def test_paper_settings():
     for module, variant in ((mistral7b, "faithful"), (smollm2, "paper")):
         learn = from_config(module.get_config(variant)).learn
         assert (learn.law, learn.entropy_form, learn.evict_every) == ("paper", "direct", 1)
+
+
+def test_foresightkv_paper_settings():
+    first, second = (from_config(foresightkv_smollm2.get_config(variant)).learn for variant in ("", "grpo"))
+    assert (first.stage, first.steps, first.warmup_steps, first.learning_rate) == ("ranking", 1000, 10, 1e-2)
+    assert (first.margin, first.clip_norm, first.weight_decay, first.final_rate) == (0.01, 1.0, 0.0, 0.0)
+    assert (second.stage, second.steps, second.learning_rate, second.final_rate) == ("grpo", 250, 3e-4, 1.0)
+    assert (second.clip, second.kl_weight, second.kl_steps, second.rise, second.confident) == (0.2, 0.05, 100, 1.5, 0.8)
 
 
 def changed(**fields):

@@ -48,7 +48,7 @@ def weights_of(policy):
 
 def test_all_methods_are_registered():
     expected = """full random streaming_llm h2o observed_attention snapkv pyramidkv adakv tova keydiff knorm lagkv
-        expected_attention criticalkv kvzip oracle rkv cake distillcache""".split()
+        expected_attention criticalkv kvzip oracle rkv cake distillcache foresightkv""".split()
     assert set(expected) <= set(policies())
     for name, policy in MODULE.REGISTRY.items():
         assert policy.name == name and policy.paper
