@@ -86,7 +86,8 @@ class Stats:
       squares, surprisals: width w -> f32[B, N, S], sums of p^2 and of -p log p (nats) over the most recent w queries,
         carried on like `windows`.
       projected: f32[B, N, S], L1 norm of the value after the query head's output projection.
-      extra: name -> f32[B, N or K, S] of the prompt's tokens, put there by a policy; later tokens have `LATER`.
+      extra: name -> f32[B, N or K, S] of the prompt's tokens, put there by a policy; later tokens have `LATER`. Instead of
+        K heads there may be any multiple of K, several numbers for each key/value head.
     """
 
     mass: Any = None
@@ -298,8 +299,9 @@ def _surprisal(probs: Array) -> Array:
 
 
 def _heads_of(filled: Array, statistic: Array) -> Array:
-    """bool[B, N, S] for a statistic of N query heads or of K key/value heads."""
-    return filled[:, :: filled.shape[1] // statistic.shape[1]]
+    """bool[B, M, S] for a statistic of M heads: the N query heads, or any multiple of the K key/value heads, in their order."""
+    n, m = filled.shape[1], statistic.shape[1]
+    return filled[:, [i * n // m for i in range(m)]]
 
 
 def accumulate(stats: Stats, probs: Array, filled: Array) -> Stats:

@@ -301,7 +301,7 @@ def restrict(cache: Cache, request: StatsRequest) -> Cache:
 
 
 def with_extra(cache: Cache, name: str, value: Array) -> Cache:
-    """The cache (stacked) with f32[L, B, N or K, S] among the statistics that policies put there themselves."""
+    """The cache (stacked) with f32[L, B, N or a multiple of K, S] among the statistics that policies put there themselves."""
     stats = cache.layers.stats
     stats = dataclasses.replace(stats, extra=stats.extra | {name: value})
     return dataclasses.replace(cache, layers=dataclasses.replace(cache.layers, stats=stats))

@@ -136,6 +136,11 @@ def qkv(p: Params, h: Array, position: Array, config: ModelConfig) -> tuple[Arra
         return q, rotate(q, position, config), rotate(k, position, config), v
 
 
+def queries(layer: Params, hidden: Array, config: ModelConfig) -> Array:
+    """Rotated queries [B, T, N, H] of a prompt's tokens. layer: weights of one; hidden: [B, T, D], its `Cache.hidden`."""
+    return qkv(layer, hidden, jnp.arange(hidden.shape[1], dtype=jnp.int32)[None], config)[1]
+
+
 def _moments(q: Array, position: Array) -> tuple[Array, Array]:
     """Sum f32[B, N, H] and sum of outer products f32[B, N, H, H] of unrotated queries [B, T, N, H], outliers left out."""
     q = jnp.where((position >= kv.QueryMoments.SKIP)[:, :, None, None], q.astype(jnp.float32), 0.0)
@@ -372,6 +377,6 @@ def full_logits(params: Params, config: ModelConfig, tokens: Array) -> Array:
 
 __all__ = [
     "Params", "Stats", "TensorSpec", "embed", "extend", "extend_watched", "finish", "full_logits", "init_params",
-    "last_logits", "param_specs", "prefill", "qkv", "rms_norm", "rope_frequencies", "rotate", "run_layers", "unembed",
-    "unstack",
+    "last_logits", "param_specs", "prefill", "qkv", "queries", "rms_norm", "rope_frequencies", "rotate", "run_layers",
+    "unembed", "unstack",
 ]  # fmt: skip

@@ -53,3 +53,13 @@ def clipped_surrogate(log_probs: Array, old_log_probs: Array, advantages: Array,
     """
     ratio = jnp.exp(log_probs - old_log_probs)
     return jnp.minimum(ratio * advantages, jnp.clip(ratio, 1.0 - clip, 1.0 + clip) * advantages)
+
+
+def kl_penalty(log_probs: Array, reference: Array) -> Array:
+    """Estimate of KL(policy || reference) from each action that the policy drew, never negative: f32[...].
+
+    Args:
+      log_probs: f32[...], differentiable. reference: f32[...], of the reference policy, constants.
+    """
+    log_ratio = reference - log_probs
+    return jnp.exp(log_ratio) - log_ratio - 1.0

@@ -29,7 +29,6 @@ from dcache.learn.blocks import training_prompts
 from dcache.learn.gated import answer_log_probs, sample
 from dcache.learn.state import LearnConfig, TrainState, advance, start
 from dcache.load import LanguageModel
-from dcache.policies.rlkv import check_model
 from dcache.tokenizer import Tokenizer
 from dcache.workdir import atomic_write
 
@@ -185,7 +184,7 @@ class Learner(learner.Learner):
 
     def __init__(self, experiment: Experiment, workdir: Path, load: Callable[[], LanguageModel]):
         learn, data, lm = experiment.learn, experiment.data, load()
-        check_model(experiment.policy, lm.config)
+        experiment.policy.check_model(lm.config)
         if data.source != BENCHMARKS and data.retrieval != 1.0:
             raise ConfigError(f"data.retrieval is {data.retrieval}; plain text has no answer to check, set it to 1.")
         if learn.questions % experiment.teacher_batch:

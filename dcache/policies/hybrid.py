@@ -12,7 +12,7 @@ from dcache.attention import StatsRequest
 from dcache.errors import ConfigError
 from dcache.policies.base import Policy, Trained, later, per_kv_head, shared_counts, spread, statistics
 from dcache.policies.distillcache import DistillCache
-from dcache.policies.rlkv import FULL_SHARE, RLKV, at_most, check_heads, check_model, largest, shares
+from dcache.policies.rlkv import FULL_SHARE, RLKV, at_most, check_gates, check_heads, largest, shares
 
 PAPER_HEADS = (1, 5)
 PAPER_SHARE = (4, 5)
@@ -63,9 +63,14 @@ class Hybrid(Policy):
         """Every gate at 1, fresh weights of DistillCache."""
         return {"gates": jnp.ones(self.heads, jnp.float32), "base": self.base.init(key)}
 
+    def check_model(self, config):
+        """Raises ConfigError for a model of another shape."""
+        check_gates(self, config)
+        self.base.check_model(config)
+
     def observe(self, weights, params, config, cache, tokens, continuation):
         """Scores the prompt with DistillCache."""
-        check_model(self, config)
+        self.check_model(config)
         cache = self.base.observe(weights["base"], params, config, cache, tokens, continuation)
         scores = self.base.scores(weights["base"], cache, jax.random.key(0))
         return kv.with_extra(cache, _KEY, spread(scores.astype(jnp.float32), cache, self.base.granularity))

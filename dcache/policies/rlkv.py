@@ -51,10 +51,14 @@ class RLKV(Policy):
         del key
         return {"gates": jnp.ones(self.heads, jnp.float32)}
 
+    def check_model(self, config):
+        """Raises ConfigError for a model of another shape."""
+        check_gates(self, config)
+
     def observe(self, weights, params, config, cache, tokens, continuation):
         """Refuses a model of another shape."""
         del weights, params, tokens, continuation
-        check_model(self, config)
+        self.check_model(config)
         return cache
 
     def scores(self, params, cache, key):
@@ -93,7 +97,7 @@ def check_heads(policy: Any) -> None:
         )
 
 
-def check_model(policy: Any, config: ModelConfig) -> None:
+def check_gates(policy: Any, config: ModelConfig) -> None:
     """Raises ConfigError if the gates of a policy do not fit a model."""
     shape = (config.num_layers, config.num_kv_heads)
     if policy.heads != shape:

@@ -4,13 +4,13 @@ import re
 import pytest
 from ml_collections import ConfigDict
 
-from configs import kvp_smollm2, kvzap_smollm2, mistral7b, rlkv_smollm2, smollm2
+from configs import foresightkv_smollm2, kvp_smollm2, kvzap_smollm2, mistral7b, rlkv_smollm2, smollm2
 from dcache.errors import BudgetError, ConfigError
 from dcache.experiment import Experiment, from_config
 from dcache.learn.loop import train
 from dcache.signals import PAPER_SIGNALS
 
-MODULES = (kvp_smollm2, kvzap_smollm2, mistral7b, rlkv_smollm2, smollm2)
+MODULES = (foresightkv_smollm2, kvp_smollm2, kvzap_smollm2, mistral7b, rlkv_smollm2, smollm2)
 ALL = [(module, variant) for module in MODULES for variant in ("", *module.VARIANTS)]
 
 
@@ -57,6 +57,14 @@ def test_kvp_paper_settings():
     assert (learn.steps, learn.warmup_steps, learn.learning_rate, learn.clip_norm) == (4000, 100, 5e-5, 5.0)
     assert learn.learning_rate * learn.final_rate == 1e-6 and learn.standardise and learn.average == 0.0
     assert (policy.hidden, policy.sinks, policy.fit(1000).recent) == (256, 4, 16)
+
+
+def test_foresightkv_paper_settings():
+    first, second = (from_config(foresightkv_smollm2.get_config(variant)).learn for variant in ("", "grpo"))
+    assert (first.stage, first.steps, first.warmup_steps, first.learning_rate) == ("ranking", 1000, 10, 1e-2)
+    assert (first.margin, first.clip_norm, first.weight_decay, first.final_rate) == (0.01, 1.0, 0.0, 0.0)
+    assert (second.stage, second.steps, second.learning_rate, second.final_rate) == ("grpo", 250, 3e-4, 1.0)
+    assert (second.clip, second.kl_weight, second.kl_steps, second.rise, second.confident) == (0.2, 0.05, 100, 1.5, 0.8)
 
 
 def changed(**fields):
