@@ -238,7 +238,7 @@ def load_policy(path: str | os.PathLike[str]) -> Trained:
     Raises:
       CheckpointError: there is none, it is damaged, or its policy, signals or shapes are unknown to this version.
     """
-    file, description, weights = _read_policy(path)
+    file, description, weights = read_policy(path)
     wanted = {k: v for k, v in description.items() if k != "digest"}
     if _digest(weights, wanted) != description.get("digest"):
         raise CheckpointError(f"{str(file)!r} is damaged (its digest is another); copy or train it again.")
@@ -263,8 +263,12 @@ def load_policy(path: str | os.PathLike[str]) -> Trained:
     return Trained(policy, jax.tree.unflatten(jax.tree.structure(template), leaves))
 
 
-def _read_policy(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any], dict[str, np.ndarray]]:
-    """File, description and weights of a policy."""
+def read_policy(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any], dict[str, np.ndarray]]:
+    """File, description and weights of a policy, as they lie there.
+
+    Raises:
+      CheckpointError: there is none, or the file cannot be read.
+    """
     import safetensors
 
     file = next((d / WEIGHTS for d in (Path(path), Path(path) / "policy") if (d / WEIGHTS).is_file()), None)

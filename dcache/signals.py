@@ -39,9 +39,8 @@ GRANULARITIES: tuple[Granularity, ...] = ("sequence", "layer", "head")
 ENTROPY_QUERIES = 64
 WINDOW = 32
 NEAR = 15
-
-# Added before the logarithm of an attention signal.
-_TINY = 1e-8
+LOG_OFFSET = 1e-8
+"""Added before the logarithm of an attention signal."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -369,7 +368,7 @@ def standardise(names: Sequence[str], raw: Array, mask: Array, *, logs: bool = T
     if logs:
         is_logged = jnp.asarray([SIGNALS[n].is_mass for n in names])
         shape = (1,) * (raw.ndim - 1) + (len(names),)
-        raw = jnp.where(is_logged.reshape(shape), jnp.log(jnp.maximum(raw, 0.0) + _TINY), raw)
+        raw = jnp.where(is_logged.reshape(shape), jnp.log(jnp.maximum(raw, 0.0) + LOG_OFFSET), raw)
     weight = mask[..., None].astype(jnp.float32)
     count = jnp.maximum(weight.sum(axis=-2, keepdims=True), 1.0)
     mean = jnp.sum(raw * weight, axis=-2, keepdims=True) / count
