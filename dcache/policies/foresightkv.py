@@ -196,12 +196,12 @@ class ForesightKV(Policy):
     ranks = False
 
     block: int = 256
-    shape: tuple[int, ...] = ()
+    shape: tuple[int, ...] = (30, 3, 3, 64)
 
     def __post_init__(self):
         if self.block < 1:
             raise ConfigError(f"foresightkv: block is {self.block}; evict after 1 or more tokens.")
-        if self.shape and (len(self.shape) != 4 or min(self.shape) < 1):
+        if len(self.shape) != 4 or min(self.shape) < 1:
             raise ConfigError(
                 f"foresightkv: shape is {self.shape}; give (layers, key/value heads, query heads of each, head dimension)."
             )
@@ -213,8 +213,6 @@ class ForesightKV(Policy):
 
     def init(self, key: Array) -> Any:
         """Fresh weights, float32, every leaf with leading axes L and K."""
-        if not self.shape:
-            raise ConfigError("foresightkv: shape is empty; set it to the model's, for instance (30, 3, 3, 64).")
         layers, heads, group, dim = self.shape
         inputs = {"key": dim, "value": dim, "attention": group * STATISTICS}
         width = sum(inputs.values())
@@ -232,7 +230,7 @@ class ForesightKV(Policy):
         if self.shape != shape:
             raise ConfigError(
                 f"This foresightkv is for a model of (layers, key/value heads, query heads of each, head dimension) "
-                f"{self.shape or '(not set)'}; the model has {shape}. Train one for it."
+                f"{self.shape}; the model has {shape}. Train one for it."
             )
 
     def observe(self, weights, params, config, cache, tokens, continuation):

@@ -197,8 +197,6 @@ def test_a_trained_one_in_the_api(tiny):
 
 
 def test_refusals(tiny):
-    with pytest.raises(ConfigError, match="shape is empty"):
-        make("foresightkv").init(KEY)
     with pytest.raises(ConfigError, match=r"shape is \(1, 2\)"):
         make("foresightkv", shape=(1, 2))
     with pytest.raises(ConfigError, match="block is 0"):
