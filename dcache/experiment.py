@@ -52,7 +52,8 @@ class EvalConfig:
     """What `launch/eval.py` compares.
 
     Attributes:
-      policies: names of the policies to compare with the trained one. budgets: ratios or numbers of tokens.
+      policies: names or descriptions (`policies.parse`) of the policies to compare with the trained one.
+      budgets: ratios or numbers of tokens.
       prompts: number of held-out prompts of each kind. horizon: continuation tokens. evict_every: tokens between
         evictions, 0 for once after the prefill. seed: of the prompts. accuracy: answer the retrieval prompts too.
       hide_question: query-agnostic compression: a policy sees a retrieval prompt without its question, which is fed after the

@@ -4,9 +4,9 @@
     --policy=[LABEL=]PATH  evaluate this trained policy instead of the workdir's; may be given several times
     --config.FIELD=...     for instance --config.eval.prompts=100 or --config.eval.budgets='(0.25,)'
 
-Compared are the trained policy and the heuristics of config.eval.policies. Prints a table and writes <workdir>/eval/:
-results.jsonl (one line per prompt; an interrupted evaluation goes on from it), summary.json, table.md, pictures and
-report.html.
+Compared are the trained policy and the heuristics of config.eval.policies (names, or descriptions as in
+docs/composing.md). Prints a table and writes <workdir>/eval/: results.jsonl (one line per prompt; an interrupted evaluation
+goes on from it), summary.json, table.md, pictures and report.html.
 """
 
 import pathlib

@@ -2,13 +2,14 @@
 
     --prompt=TEXT        the user's message; or --prompt_file=FILE
     --budget=B           share of the cache that is kept (0.25), or a number of tokens (512)
-    --policy=NAME|DIR    a policy's name or the folder of a trained one (default: the configuration's own run if it has
-                         been trained, else the trained policy that comes with the project)
+    --policy=NAME|DIR    a policy's name or description (docs/composing.md) or the folder of a trained one (default: the
+                         configuration's own run if it has been trained, else the trained policy that comes with the project)
     --nocompare          do not generate a second time with the full cache to compare speed and memory
 
 Text appears as it is generated; speed and the bytes of the cache follow.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from ml_collections import config_flags
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/smollm2.py", "Configuration file.", lock_config=True)
 _PROMPT = flags.DEFINE_string("prompt", None, "The user's message.")
 _PROMPT_FILE = flags.DEFINE_string("prompt_file", None, "A text file with the user's message.")
-_POLICY = flags.DEFINE_string("policy", None, "Name of a policy, or folder of a trained one.")
+_POLICY = flags.DEFINE_string("policy", None, "Name or description of a policy, or folder of a trained one.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Run whose trained policy is used (default: runs/<configuration>).")
 _BUDGET = flags.DEFINE_string("budget", "0.25", "Share of the cache that is kept, or a number of tokens.")
 _NEW = flags.DEFINE_integer("max_new_tokens", 128, "Most tokens to generate.")
@@ -91,7 +92,7 @@ def main(argv: list[str]) -> None:
 
     result = generate(policy, budget, stream_to(write, lm))
     print(flush=True)
-    report(f"{Path(name).parent.name if Path(name).exists() else name}, budget {_BUDGET.value}", result)
+    report(f"{Path(name).parent.name if os.path.exists(name) else name}, budget {_BUDGET.value}", result)
     if _COMPARE.value and policy.policy.name != "full":
         full = generate("full", 1.0)
         report("full cache", full)

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pathlib
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ def kl_by_budget(header: Record, table: Sequence[Cell], path: str | os.PathLike[
     kinds = [k for k in tables.KINDS if any(cell.kind == k for cell in table)]
     budgets = list(dict.fromkeys(budget for _, budget, _ in tables.columns(header)[1:]))
     looks = _looks(header)
-    height = 4.2 if len(budgets) > 1 else 1.1 + 0.3 * len(looks)
+    height = 4.2 if len(budgets) > 1 else 1.1 + 0.15 * sum(2 + _label(name).count("\n") for name in looks)
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(len(kinds), 1, figsize=(7, height * len(kinds)), squeeze=False)
         for axis, kind in zip(axes[:, 0], kinds, strict=True):
@@ -66,6 +67,11 @@ def kl_by_budget(header: Record, table: Sequence[Cell], path: str | os.PathLike[
                 _rows(axis, found, budgets[0], looks)
             axis.set_title(f"{tables.KINDS[kind]}: KL to the full cache, 95% intervals")
         _save(figure, path)
+
+
+def _label(method: str) -> str:
+    """A method's name in lines that leave room for the picture; a composed policy's description may be long."""
+    return textwrap.fill(method, 28)
 
 
 def _bounds(cell: Cell) -> tuple[float, float, float]:
@@ -97,7 +103,7 @@ def _lines(axis, found: Mapping[tuple[str, str], Cell], budgets: Sequence[str], 
     for method, height in _apart({m: math.log(y) for m, y in ends.items()}, 0.055 * (high - low)).items():
         colour = looks[method]["color"]
         axis.annotate(
-            method, (len(budgets) - 1 + 0.08, ends[method]), (len(budgets) - 1 + 0.25, math.exp(height)), va="center",
+            _label(method), (len(budgets) - 1 + 0.08, ends[method]), (len(budgets) - 1 + 0.25, math.exp(height)), va="center",
             color=colour, fontweight="bold" if colour == _TRAINED else "normal",
             arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.6, "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 0},
         )  # fmt: skip
@@ -120,7 +126,7 @@ def _rows(axis, found: Mapping[tuple[str, str], Cell], budget: str, looks: Mappi
         value, low, high = _bounds(found[method, budget])
         axis.errorbar(value, y, xerr=[[max(value - low, 0)], [max(high - value, 0)]], capsize=3, **looks[method])
         axis.annotate(f"{value:.3f}", (high, y), (5, 0), textcoords="offset points", va="center", fontsize=9)
-    axis.set_yticks(range(len(methods)), methods)
+    axis.set_yticks(range(len(methods)), list(map(_label, methods)))
     for tick, method in zip(axis.get_yticklabels(), methods, strict=True):
         tick.set_color(looks[method]["color"])
         tick.set_fontweight("bold" if looks[method]["color"] == _TRAINED else "normal")
@@ -155,7 +161,7 @@ def retained(header: Record, records: Sequence[Record], path: str | os.PathLike[
                     axis.annotate(budget, (centres[len(share) // 2], share[len(share) // 2]), (0, 3),
                                   textcoords="offset points", fontsize=8, ha="center",
                                   bbox={"fc": "white", "ec": "none", "pad": 0.5, "alpha": 0.8})  # fmt: skip
-            axis.set_title(method, color=looks[method]["color"], fontsize=10)
+            axis.set_title(_label(method), color=looks[method]["color"], fontsize=10)
             axis.set_ylim(0, 105)
         figure.supxlabel("relative position in the prompt (0 = start)", fontsize=10)
         figure.supylabel("tokens kept (%)", fontsize=10)
