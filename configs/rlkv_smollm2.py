@@ -54,6 +54,6 @@ def get_config(variant: str = "") -> ConfigDict:
         config.policy.heads = (2, 2)
         config.learn.update(steps=4, questions=4, horizon=4, arithmetic=0.5, pool=0)
     elif variant == "paper":
-        config.learn.update(steps=185, learning_rate=0.01, questions=32, sinks=128, recent=256)
+        config.learn.update(steps=185, learning_rate=0.01, questions=32, pool=3000, sinks=128, recent=256)
         config.data.length = 512
     return config

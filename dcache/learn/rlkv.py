@@ -8,6 +8,7 @@ probability of right answers, an L1 penalty closes the gates of heads that do no
 import dataclasses
 import functools
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,7 @@ class Learner(learner.Learner):
         if path.is_file():
             return json.loads(path.read_text())
         experiment, learn = self.experiment, self.experiment.learn
+        print(f"Looking for {learn.pool} questions that the model can answer ...", file=sys.stderr, flush=True)
         open_ = experiment.policy.init(jax.random.key(0))["gates"]
         found: list[int] = []
         for first in range(0, _MOST_TRIES * learn.pool, experiment.teacher_batch):

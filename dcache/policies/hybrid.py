@@ -27,7 +27,8 @@ class Hybrid(Policy):
 
     It is not trained: `compose` makes it of a trained `rlkv` and a trained `distillcache`. The weights are
     `{"gates": f32[L, K], "base": DistillCache's}`. The scores are DistillCache's after the prefill, when all heads still
-    hold the same tokens; what comes later stays. In both modes the mean over heads is the budget.
+    hold the same tokens; what comes later stays. So one evaluation holds one hybrid. In both modes the mean over heads is the
+    budget.
 
     A fixed-shape cache gives every head as many slots as a full one needs: `generate` reports that no memory is saved.
 

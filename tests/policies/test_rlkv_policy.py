@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import dcache
 from dcache import cache as kv
 from dcache import checkpoint
 from dcache.data.prompts import Prompt
@@ -203,6 +204,18 @@ def test_kept_shares_in_an_evaluation(tiny):
         for name, ratio in (("50%", 0.5), ("25%", 0.25)):
             kept = record["arms"][method][name]["kept"]
             assert ratio - 0.01 <= kept <= ratio + 1e-6, method
+
+
+def test_generation(tiny):
+    base = make("distillcache", signals=("alpha", "pos"), prior=(1.0, 0.0), hidden=8)
+    rlkv = Trained(make("rlkv", heads=HEADS, sinks=2, recent=8), GATES)
+    prompt = naive.some_tokens(100, seed=5)
+    want = dcache.generate(tiny, [prompt], "full", 1.0, max_new_tokens=12).tokens[0]
+    for trained in (rlkv, compose(rlkv, Trained(base, base.init(jax.random.key(0))))):
+        whole = dcache.generate(tiny, [prompt], trained, 1.0, max_new_tokens=12, evict_every=4)
+        np.testing.assert_array_equal(whole.tokens[0], want)
+        part = dcache.generate(tiny, [prompt], trained, 40, max_new_tokens=12, evict_every=4)
+        assert part.cache_bytes == part.full_cache_bytes  # a full head decides how many slots all of them get
 
 
 def test_compose_save_and_load(tmp_path):
