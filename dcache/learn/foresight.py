@@ -133,10 +133,12 @@ def received(cache: kv.Cache, block: int) -> Array:
 def scores_of(weights: Any, found: Array, cache: kv.Cache, block: int) -> Array:
     """Scores after each block, differentiable in the weights: f32[R, L, B, K, S]. found: see `received`."""
     layers = cache.layers
-    scores = jax.lax.map(
-        lambda xs: layer_scores(*xs, block), (weights, found, layers.k, layers.v, layers.position)
-    )  # fmt: skip
-    return scores.swapaxes(0, 1)
+
+    def one(xs):
+        own, found_l, k, v, position = xs
+        return layer_scores(own, found_l, k, v, position, block)
+
+    return jax.lax.map(one, (weights, found, layers.k, layers.v, layers.position)).swapaxes(0, 1)
 
 
 def golden_scores(found: Array, continuation: Array, length: Array, block: int) -> Array:
@@ -216,7 +218,8 @@ def sample_replay(
 ) -> tuple[Array, tuple[Array, Array, Array]]:
     """Replays sampled evictions: of n that must go, n are drawn one by one among the 2 n of lowest score.
 
-    The chance of each draw is the softmax of minus the scores over what is left to draw from.
+    The chance of each draw is the softmax of minus the scores over what is left to draw from. (The authors' code takes for
+    each evicted token its softmax over all older ones, which is not the law that it draws from.)
 
     Args:
       scores: f32[R, L, B, K, S]. position: int32[L, B, K, S]. budget: int32[B].
