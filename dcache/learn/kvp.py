@@ -93,8 +93,9 @@ def ranking_reward(importance: Array, order: Array) -> Array:
 
 def lost_share(importance: Array, scores: Array, filled: Array, kept: Array) -> Array:
     """Share of the importance that is lost if the `kept` (int32 scalar) tokens of the highest scores stay; all f32[S]."""
-    rank = jnp.argsort(jnp.argsort(jnp.where(filled, -scores, jnp.inf)))
-    return jnp.sum(jnp.where(rank >= kept, importance, 0.0)) / jnp.maximum(jnp.sum(importance), 1e-20)
+    order = jnp.argsort(jnp.where(filled, -scores, jnp.inf))
+    lost = jnp.where(jnp.arange(scores.shape[0]) >= kept, importance[order], 0.0)
+    return jnp.sum(lost) / jnp.maximum(jnp.sum(importance), 1e-20)
 
 
 def clip_each(grads: Any, norm: float) -> Any:
