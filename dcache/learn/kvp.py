@@ -27,7 +27,7 @@ from jax import Array
 
 from dcache import cache as kv
 from dcache import subset
-from dcache.attention import Stats
+from dcache.attention import EMPTY, Stats
 from dcache.errors import ConfigError
 from dcache.learn import learner, traces
 from dcache.learn import policy_gradient as pg
@@ -93,17 +93,15 @@ def ranking_reward(importance: Array, order: Array) -> Array:
 
 def lost_share(importance: Array, scores: Array, filled: Array, kept: Array) -> Array:
     """Share of the importance that is lost if the `kept` (int32 scalar) tokens of the highest scores stay; all f32[S]."""
-    rank = jnp.argsort(jnp.argsort(jnp.where(filled, -scores, jnp.inf)))
-    return jnp.sum(jnp.where(rank >= kept, importance, 0.0)) / jnp.maximum(jnp.sum(importance), 1e-20)
+    order = jnp.argsort(jnp.where(filled, -scores, jnp.inf))
+    lost = jnp.where(jnp.arange(scores.shape[0]) >= kept, importance[order], 0.0)
+    return jnp.sum(lost) / jnp.maximum(jnp.sum(importance), 1e-20)
 
 
 def clip_each(grads: Any, norm: float) -> Any:
     """Gradients whose leaves are f32[L, K, ...], those of each agent scaled down to a norm."""
-
-    def size(tree: Any) -> Array:
-        return optax.tree.norm(tree)
-
-    factor = jnp.minimum(1.0, norm / jnp.maximum(jax.vmap(jax.vmap(size))(grads), 1e-20))
+    sizes = jax.vmap(jax.vmap(optax.tree.norm))(grads)
+    factor = jnp.minimum(1.0, norm / jnp.maximum(sizes, 1e-20))
     return jax.tree.map(lambda g: g * factor.reshape(factor.shape + (1,) * (g.ndim - 2)), grads)
 
 
@@ -123,7 +121,7 @@ def train_step(
     l, heads, slots, _ = k.shape
     index = jnp.arange(slots, dtype=jnp.int32)
     filled = index < count
-    cache = kv.from_prompt(k[:, None], v[:, None], jnp.where(filled, index, -1)[None], Stats(), None)
+    cache = kv.from_prompt(k[:, None], v[:, None], jnp.where(filled, index, EMPTY)[None], Stats(), None)
     scores, back = jax.vjp(lambda params: policy.scores(params, cache, key)[:, 0], state.params)  # [L, K, S]
 
     def over_agents(function):
@@ -220,6 +218,10 @@ class Learner(learner.Learner):
         trace = traces.read(traces.path_of(self.folder, int(number)))
         slots = trace.k.shape[2]
         blocks = (trace.length - 1) // learn.block  # at least one query must follow
+        if not blocks:
+            raise ConfigError(
+                f"The text {trace.name!r} has {trace.length} tokens, no more than a block of {learn.block}; lower learn.block."
+            )
         count = learn.block * int(np.random.default_rng([seed, step, 1]).integers(1, blocks + 1))
         width = slots if 2 * count > slots else -(-slots // 2)  # two sizes, each compiled once
         importance = np.zeros((*trace.k.shape[:2], width), np.float32)

@@ -55,7 +55,7 @@ def test_kvp_paper_settings():
     paper = from_config(kvp_smollm2.get_config("paper"))
     learn, policy = paper.learn, paper.policy
     assert (learn.steps, learn.warmup_steps, learn.learning_rate, learn.clip_norm) == (4000, 100, 5e-5, 5.0)
-    assert learn.learning_rate * learn.final_rate == 1e-6 and learn.standardise and learn.average == 0.0
+    assert learn.learning_rate * learn.final_rate == pytest.approx(1e-6) and learn.standardise and learn.average == 0.0
     assert (policy.hidden, policy.sinks, policy.fit(1000).recent) == (256, 4, 16)
 
 

@@ -16,7 +16,7 @@ from configs import kvp_smollm2
 from dcache import checkpoint, metrics, subset
 from dcache.errors import ConfigError, LoadError
 from dcache.experiment import from_config
-from dcache.learn import kvp, loop
+from dcache.learn import kvp, loop, traces
 from dcache.learn.state import start
 from dcache.policies import make
 
@@ -205,7 +205,7 @@ def test_a_run_stopped_while_it_collects(tmp_path, experiment, tiny):
     assert list(ours.work(0, lambda: True)) == []
 
 
-def test_refusals(tmp_path, experiment, tiny):
+def test_refusals(tmp_path, experiment, tiny, monkeypatch):
     with pytest.raises(ConfigError, match="samples is 1"):
         kvp.KvpConfig(samples=1)
     for bad in ({"traces": 0}, {"horizon": -1}, {"block": 0}):
@@ -214,6 +214,12 @@ def test_refusals(tmp_path, experiment, tiny):
     odd = dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, length=400))
     with pytest.raises(ConfigError, match="data.length is 400.*learn.block, 64"):
         kvp.Learner(odd, tmp_path, lambda: tiny)
+    ours = kvp.Learner(experiment, tmp_path, lambda: tiny)
+    brief = traces.Trace(np.zeros((2, 2, 448, 8)), np.zeros(0), np.zeros(0), 64, "brief", "text")
+    with monkeypatch.context() as patch:
+        patch.setattr(traces, "read", lambda path: brief)
+        with pytest.raises(ConfigError, match="'brief' has 64 tokens, no more than a block of 64; lower learn.block"):
+            ours.prefix(0)
     wrong = dataclasses.replace(experiment, policy=make("kvp"))
     with pytest.raises(ConfigError, match="agents for 30 layers"):
         kvp.Learner(wrong, tmp_path, lambda: tiny)
