@@ -18,6 +18,7 @@ from dcache.evaluate import fidelity
 from dcache.policies import REGISTRY, make
 from dcache.policies.base import Trained, keep_set
 from dcache.policies.distillcache import DistillCache
+from dcache.policies.protected import Protected
 
 SETTINGS = fidelity.Settings(length=LENGTH, horizon=8, new_tokens=6, batch=2)
 NAMES = ("random", "streaming_llm", "h2o", "snapkv", "tova", "keydiff", "h2o@sequence")
@@ -380,6 +381,8 @@ def test_policies_that_look_themselves_agree_with_the_api(lm, prompts):
     names = ("oracle", "oracle@layer", "expected_attention", "criticalkv")
     methods = {name: fidelity.heuristic(name) for name in names}
     methods["kvzip"] = Trained(make("kvzip", instructions=((3, 5, 7), (4,), (6, 2))), ())
+    protected = Protected(make("knorm"), first=1, boundaries=2, chat=True, markers=((7,), (9,), (12, 3)))
+    methods["protected"] = Trained(protected, ())
     text = [p for p in prompts if p.kind == "text"]
     arms = fidelity.make_arms(methods, [12], min(len(p.tokens) for p in text))
     for prompt, record in zip(text, fidelity.evaluate(lm, text, arms, SETTINGS), strict=True):
