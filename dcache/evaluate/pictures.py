@@ -171,18 +171,18 @@ def retained(header: Record, records: Sequence[Record], path: str | os.PathLike[
 
 
 def training(metrics: Mapping[str, str | os.PathLike[str]], path: str | os.PathLike[str]) -> None:
-    """Reward and surprise (an estimate of the policy's entropy) over training, one line per run.
+    """Reward or loss, and surprise (an estimate of the policy's entropy) over training, one line per run.
 
     Args:
-      metrics: label -> a `metrics.jsonl` with `step`, `reward` and, if keep-sets were sampled, `surprise` in each line.
+      metrics: label -> a `metrics.jsonl` with `step` and `reward` or, of a supervised method, `loss` in each line; if keep-sets
+        were sampled, `surprise` too.
 
     Raises:
       LoadError: a file is missing, damaged or empty.
     """
     runs = {label: _read_metrics(pathlib.Path(file)) for label, file in metrics.items()}
-    titles = {"reward": "Reward (minus the discounted KL over the horizon)"}
-    if any("surprise" in lines[0] for lines in runs.values()):
-        titles["surprise"] = "Entropy (surprise in nats per kept token)"
+    titles = {"reward": "Reward", "loss": "Loss", "surprise": "Entropy (surprise in nats per kept token)"}
+    titles = {field: title for field, title in titles.items() if any(field in lines[0] for lines in runs.values())}
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(len(titles), 1, figsize=(7, 2.75 * len(titles)), sharex=True, squeeze=False)
         for axis, (field, title) in zip(axes[:, 0], titles.items(), strict=True):
@@ -203,7 +203,9 @@ def training(metrics: Mapping[str, str | os.PathLike[str]], path: str | os.PathL
                                   fontsize=8, color=colour)  # fmt: skip
             axis.set_title(title)
             if field == "reward":  # Rare bad prompts would flatten everything else.
-                every = np.concatenate([[line[field] for line in lines] for lines in runs.values()])
+                every = np.concatenate(
+                    [[line[field] for line in lines] for lines in runs.values() if field in lines[0]]
+                )
                 axis.set_ylim(np.percentile(every, 2), max(0.0, float(every.max())))
         axes[-1, 0].set_xlabel("training step")
         _save(figure, path)
@@ -214,7 +216,7 @@ def _read_metrics(path: pathlib.Path) -> list[Record]:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
         raise LoadError(f"The training metrics {path} cannot be read ({error}); train again with --resume.") from error
-    lines = [line for line in lines if "reward" in line]
+    lines = [line for line in lines if "reward" in line or "loss" in line]
     if not lines:
         raise LoadError(f"The training metrics {path} hold no step; train first.")
     return lines

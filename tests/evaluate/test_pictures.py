@@ -82,6 +82,15 @@ def test_training_without_sampled_keep_sets(tmp_path):
     assert one.shape[0] < two.shape[0]  # no empty panel
 
 
+def test_training_of_a_supervised_method(tmp_path):
+    ranked = tmp_path / "ranked.jsonl"
+    ranked.write_text("".join(f'{{"step": {step}, "loss": {1 / step}}}\n' for step in range(1, 31)))
+    pictures.training({"ranked": ranked}, tmp_path / "a.png")
+    rewarded = write_metrics(tmp_path / "b.jsonl", 30, sampled=False)
+    pictures.training({"ranked": ranked, "rewarded": rewarded}, tmp_path / "b.png")
+    assert drawn(tmp_path / "a.png").shape[0] < drawn(tmp_path / "b.png").shape[0]
+
+
 def test_training_without_metrics(tmp_path):
     with pytest.raises(LoadError, match="cannot be read"):
         pictures.training({"run": tmp_path / "none.jsonl"}, tmp_path / "a.png")
