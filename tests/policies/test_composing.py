@@ -70,7 +70,7 @@ def limited(marks, more, budget):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("base", ["streaming_llm", "tova", "keydiff", "h2o"])
+@pytest.mark.parametrize("base", ["streaming_llm", "tova", "h2o"])
 def test_protected(base, kind):
     inside = make(base)
     if kind == "head" and inside.granularity != "head":
@@ -86,7 +86,7 @@ def test_protected(base, kind):
     for b, budget in enumerate(BUDGETS):
         count = alive[b].shape[-1]
         t = np.arange(count)
-        own = {"streaming_llm": t < 4, "tova": t >= count - 1, "keydiff": t < 0, "h2o": t >= count - budget // 2}[base]
+        own = {"streaming_llm": t < 4, "tova": t >= count - 1, "h2o": t >= count - budget // 2}[base]
         template = np.isin(t, list(TEMPLATE)) & (t < lengths[b])
         of = naive.by_position(scores[:, b], position[:, b], count)
         got = kept_tokens(policy, cache, BUDGETS, b, count)
@@ -99,7 +99,7 @@ def test_protected(base, kind):
 
 
 BASES = (
-    "full", "tova", "pyramidkv", "cake", "kvzip", "distillcache", "criticalkv(adakv)",
+    "full", "tova", "pyramidkv", "cake", "distillcache", "criticalkv(adakv)",
     "allocated(keydiff, by='global', floor=0.0)",
 )  # fmt: skip
 
@@ -125,9 +125,9 @@ def test_protected_tokens_stay_around_every_kind_of_policy(base):
 def test_protection_that_adds_nothing_changes_nothing():
     cache = naive.decoded("plain")[0]
     budget = jnp.asarray(BUDGETS, jnp.int32)
-    for base in (make("h2o"), make("criticalkv", base=make("h2o"))):
-        same = keep_jit(make("protected", base=base), (), cache, budget, KEY)
-        np.testing.assert_array_equal(same, keep_jit(base, (), cache, budget, KEY))
+    base = make("criticalkv", base=make("h2o"))
+    same = keep_jit(make("protected", base=base), (), cache, budget, KEY)
+    np.testing.assert_array_equal(same, keep_jit(base, (), cache, budget, KEY))
 
 
 def test_boundaries_stay_while_newer_tokens_come():
@@ -471,15 +471,13 @@ def test_wrappers_pass_on_what_they_do_not_change():
 # The whole way
 
 
-@pytest.mark.parametrize("text", ["protected(full, boundaries=2)", "allocated(smoothed(h2o), by='global', floor=0.1)"])
-def test_generate(tiny, text):
+def test_generate(tiny):
     """The slots that are allocated are enough, and nothing changes if everything fits."""
+    text = "protected(allocated(smoothed(h2o), by='global', floor=0.1), boundaries=2)"
     settings = dict(max_new_tokens=6, evict_every=2)
     full = dcache.generate(tiny, [PROMPT], "full", 1.0, **settings)
     assert dcache.generate(tiny, [PROMPT], text, 1.0, **settings).texts == full.texts
-    less = dcache.generate(tiny, [PROMPT], text, 40, **settings)
-    assert len(less.tokens[0]) == len(full.tokens[0])
-    assert less.texts == full.texts or "full" not in text
+    assert len(dcache.generate(tiny, [PROMPT], text, 40, **settings).tokens[0]) == len(full.tokens[0])
 
 
 def test_eval_of_composed_policies(tmp_path):
