@@ -180,7 +180,8 @@ class Questions:
 class Learner(learner.Learner):
     """RLKV in the training loop. Each step's questions are answered `teacher_batch` at a time.
 
-    The numbers of the questions that the plain model can answer are kept in the workdir, in `questions.json`.
+    The weights are the gates, put back into [0, 1] after each update. The numbers of the questions that the plain model can
+    answer are kept in the workdir, in `questions.json`.
     """
 
     def __init__(self, experiment: Experiment, workdir: Path, load: Callable[[], LanguageModel]):
@@ -220,9 +221,11 @@ class Learner(learner.Learner):
 
     def _solvable(self, path: Path) -> list[int]:
         """The first `pool` questions that the plain model answers right more often than the threshold, by their number."""
-        if path.is_file():
-            return json.loads(path.read_text())
         experiment, learn = self.experiment, self.experiment.learn
+        # A run of other settings may have left its questions here before its first checkpoint.
+        run = json.loads(json.dumps(self.identity | {"config": experiment.identity()}))
+        if path.is_file() and (kept := json.loads(path.read_text()))["run"] == run:
+            return kept["questions"]
         print(f"Looking for {learn.pool} questions that the model can answer ...", file=sys.stderr, flush=True)
         open_ = experiment.policy.init(jax.random.key(0))["gates"]
         found: list[int] = []
@@ -232,7 +235,7 @@ class Learner(learner.Learner):
             *_, rewards = self._answer(open_, prompts, jax.random.fold_in(jax.random.key(experiment.seed), first))
             found += [i for i, got in zip(numbers, rewards, strict=True) if got.mean() > learn.threshold]
             if len(found) >= learn.pool:
-                atomic_write(path, json.dumps(found[: learn.pool]) + "\n")
+                atomic_write(path, json.dumps({"questions": found[: learn.pool], "run": run}) + "\n")
                 return found[: learn.pool]
         raise ConfigError(
             f"The model answers only {len(found)} of {_MOST_TRIES * learn.pool} questions; shorten data.length, or set "
