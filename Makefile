@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -24,8 +25,8 @@ demo: setup  ## train a policy on a real language model, compare it with the heu
 learning: setup  ## the learning experiment: three seeds, 200 held-out prompts, paired intervals (90 minutes on 2 cores)
 	@$(BIN)/python launch/learning.py
 
-test: setup  ## run the tests (PYTEST_ARGS="tests/test_model.py -x" to choose)
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: setup  ## run the tests in two processes (PYTEST_ARGS="tests/test_model.py -x" to choose, WORKERS=0 for one)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-slow: setup  ## run the tests that take minutes each
 	@$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
