@@ -3,7 +3,7 @@
 Evaluates every method at 50, 25 and 12.5% of the cache on held-out prompts of 1,024 tokens, with the question in sight and
 with the question hidden while the cache is compressed, and prints one table with 95% intervals, the oracle on top. Settings
 of the heuristics are first chosen on validation prompts, which are made from training documents. What is done already is not
-done again; a method added later is evaluated alone.
+done again: the groups of methods below have results of their own, and so has each set of trained policies.
 
     --workdir=DIR          where everything goes (default: runs/table)
     --prompts=N            held-out prompts of each kind (default: 48)
@@ -104,7 +104,8 @@ def main(argv: list[str]) -> None:
             group: {_label(name): fidelity.heuristic(name.format(**chosen)) for name in names}
             for group, names in _GROUPS.items()
         }
-        groups |= {f"trained-{label}": {label: policy} for label, policy in trained.items()}
+        if trained:
+            groups["-".join(["trained", *trained])] = trained
         results = {}
         for source in ("aware", "agnostic") if _HIDDEN.value else ("aware",):
             settings = dataclasses.replace(experiment.eval, hide_question=source == "agnostic")
