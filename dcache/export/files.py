@@ -1,6 +1,6 @@
 """A trained policy as two files that anybody can read: `weights.safetensors` and `policy.json`.
 
-The description says everything that the scores depend on. `docs/using_elsewhere.md` explains it, `dcache/export/torch_press.py`
+The description says everything that the scores depend on. `docs/using_elsewhere.md` explains it, `dcache/export/kvpress.py`
 reads it with PyTorch alone.
 """
 

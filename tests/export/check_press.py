@@ -3,14 +3,25 @@
 python tests/export/check_press.py <exported policies: sequence, head, head with terms for 30 layers of 3, shared budgets>
 """
 
+import importlib.util
 import pathlib
 import sys
 
 import torch
 import transformers
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "dcache" / "export"))
-from torch_press import DistillCachePress, ExportedPolicy, layer_statistics  # noqa: E402
+# The one file for PyTorch, alone: it has the name of the library that it imports.
+_SPEC = importlib.util.spec_from_file_location(
+    "dcache_press", pathlib.Path(__file__).resolve().parents[2] / "dcache" / "export" / "kvpress.py"
+)
+_PRESS = importlib.util.module_from_spec(_SPEC)
+sys.modules[_SPEC.name] = _PRESS
+_SPEC.loader.exec_module(_PRESS)
+DistillCachePress, ExportedPolicy, layer_statistics = (
+    _PRESS.DistillCachePress,
+    _PRESS.ExportedPolicy,
+    _PRESS.layer_statistics,
+)
 
 TOKENS, LAYERS, HEADS, KV_HEADS, WIDTH = 150, 3, 6, 2, 8
 CONFIGS = {

@@ -1,9 +1,9 @@
 """A trained policy as a kvpress press, for a transformers model in PyTorch.
 
 This file needs torch, kvpress, transformers, numpy and safetensors only, neither JAX nor the rest of dcache: who has no JAX
-copies it, with what `launch/export.py` wrote. See `docs/using_elsewhere.md`.
+copies it under another name (kvpress is the library's), with what `launch/export.py` wrote. See `docs/using_elsewhere.md`.
 
-    from torch_press import DistillCachePress
+    from dcache_press import DistillCachePress
     press = DistillCachePress("exported", compression_ratio=0.75)
     with press(model):
         model.model(input_ids=prompt, past_key_values=cache)
