@@ -210,6 +210,5 @@ def test_press_on_random_models(exported, tmp_path):
     saved(tmp_path / "shared", hidden=4, signals=signals.HEAD_SIGNALS, **shared)
     for name in ("equal", "shared"):
         export(tmp_path / name, tmp_path / f"{name}-out")
-    torch_run(
-        "check_press.py", exported / "sequence", exported / "head", tmp_path / "equal-out", tmp_path / "shared-out"
-    )
+    policies = exported / "sequence", tmp_path / "equal-out", exported / "head", tmp_path / "shared-out"
+    torch_run("check_press.py", *policies)
