@@ -23,7 +23,7 @@ SHORT = LONG[:41]
 def naive_greedy(lm, prompt, policy, budget, evict_every, new):
     """One sequence in a cache that never shrinks: evict by mask, feed one token at a time."""
     length = jnp.asarray([len(prompt)], jnp.int32)
-    hidden, cache = read(policy, lm.params, lm.config, jnp.asarray(prompt)[None], length)
+    hidden, cache = read(policy, (), lm.params, lm.config, jnp.asarray(prompt)[None], length)
     cache = kv.grow(cache, new)
     token = int(jnp.argmax(model.last_logits(lm.params, lm.config, hidden, length)[0]))
     out = [token]

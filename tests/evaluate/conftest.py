@@ -66,7 +66,7 @@ def sample():
     methods = {"full": None, "h2o": None, "h2o@sequence": None, "random": None, "ours": "abc"}
     header = {
         "model": "made <up>",
-        "settings": {"length": 48, "horizon": 16, "evict_every": 0},
+        "settings": {"length": 48, "horizon": 16, "evict_every": 0, "unseen": 0},
         "arms": [
             {
                 "method": method, "budget": budget, "policy": f"{method}()", "weights": weights,

@@ -40,6 +40,15 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path):
         assert "Traceback" not in output and "Warning" not in output
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C acts as usual; the processes of a parallel test run ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_only_the_first_signal_is_a_request():
     with _stop_signals() as stopped:
         assert isinstance(stopped, _Stop) and not stopped.requested
