@@ -62,16 +62,24 @@ Results = Mapping[str, tuple[Record, list[Record]]]
 """Source ("aware", "agnostic") -> merged header and records."""
 
 
+def _values(results: Results, quantity: Quantity, *arms: tuple[str, str]) -> list[list[float]]:
+    """The values of (method, budget) arms on the prompts that have all of them; none where a source lacks a method."""
+    header, records = results[quantity.source]
+    if not {method for method, _ in arms} <= {arm["method"] for arm in header["arms"]}:
+        return [[] for _ in arms]
+    return paired(records, quantity.kind, quantity.field, *arms)
+
+
 def order(results: Results, budget: str) -> list[str]:
-    """Methods of a budget: oracles first, then by the geometric mean of their KL, best first; without the full cache."""
+    """Methods of a budget: oracles first, then by the geometric mean of their KL with the question in sight, best first."""
     header = results["aware"][0]
     methods = [method for method, at, _ in columns(header)[1:] if at == budget]
 
     def rank(method: str) -> tuple[bool, float]:
         logs = []
         for q in QUANTITIES:
-            if q.field == "kl" and q.source in results:
-                (values,) = paired(results[q.source][1], q.kind, q.field, (method, budget))
+            if q.field == "kl" and q.source == "aware":
+                (values,) = _values(results, q, (method, budget))
                 if values:
                     logs.append(math.log(max(sum(values) / len(values), 1e-9)))
         return not method.startswith("oracle"), sum(logs) / max(len(logs), 1)
@@ -87,7 +95,7 @@ def table(results: Results, budget: str) -> str:
     def row(method: str, at: str) -> list[str]:
         cells = []
         for q in chosen:
-            (values,) = paired(results[q.source][1], q.kind, q.field, (method, at))
+            (values,) = _values(results, q, (method, at))
             estimate = statistics.mean(values) if values else None
             cells.append(percent(estimate) if q.field == "correct" else number(estimate, 3))
         return [method, *cells]
@@ -101,10 +109,9 @@ def verdict(results: Results, champion: str, budget: str) -> list[str]:
     lines = []
     others = [m for m in order(results, budget) if m != champion and not m.startswith("oracle")]
     for q in (q for q in QUANTITIES if q.field == "kl" and q.source in results):
-        records = results[q.source][1]
         undecided, worse, nearest = [], [], None
         for other in others:
-            ours, theirs = paired(records, q.kind, "kl", (champion, budget), (other, budget))
+            ours, theirs = _values(results, q, (champion, budget), (other, budget))
             if not ours:
                 continue
             difference = statistics.difference(ours, theirs)
@@ -123,7 +130,7 @@ def verdict(results: Results, champion: str, budget: str) -> list[str]:
     right = [q for q in QUANTITIES if q.field == "correct" and q.source in results]
     for q in right:
         full = columns(results["aware"][0])[0][:2]
-        ours, theirs = paired(results[q.source][1], q.kind, q.field, (champion, budget), full)
+        ours, theirs = _values(results, q, (champion, budget), full)
         if ours and sum(theirs):
             kept = statistics.ratio(ours, theirs)
             lines.append(f"{q.heading} at {budget}: {champion} keeps {percent(kept)} percent of the full cache's.")

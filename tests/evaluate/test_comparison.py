@@ -73,6 +73,14 @@ def test_order_and_table(parts):
     assert both.splitlines()[0].count("hidden") == 2
 
 
+def test_a_method_that_one_evaluation_lacks(parts):
+    results = {"aware": comparison.merge(parts), "agnostic": comparison.merge(parts[1:])}
+    row = next(line for line in comparison.table(results, "25%").splitlines() if line.startswith("| h2o"))
+    assert [cell.strip() for cell in row.strip("|").split("|")][4:] == ["n/a", "n/a"]
+    hidden = comparison.verdict(results, "ours", "25%")[2]
+    assert "hidden" in hidden and "h2o" not in hidden and "tova" in hidden
+
+
 def test_verdict(parts):
     results = {"aware": comparison.merge(parts)}
     text, retrieval, kept = comparison.verdict(results, "ours", "25%")
