@@ -4,7 +4,11 @@
 
 regresses the logarithm of KVzip's score, head by head, on 300 prompts of 512 tokens (half with hidden facts and a question,
 half plain text), each of which the frozen model reads three times: once, and once more as KVzip does. The network per layer
-is the paper's (one hidden layer of D / 8 units); the paper trains on a corpus of a million prompts' tokens.
+is the paper's (one hidden layer of D / 8 units).
+
+Result (seed 0): 67% of the variance of the log score within a head explained, 86% of KVzip's tokens at 25% found again; on
+held-out prompts of 1,024 tokens below KVzip's own KL (docs/table.md). Cost: 26 CPU-minutes, about 15 minutes on 2 idle
+cores.
 
 Variants, after a colon:
   tiny    the real code on a random model of 2 layers, in seconds

@@ -3,19 +3,20 @@
     python launch/train.py --config=configs/rlkv_smollm2.py
     python launch/eval.py --config=configs/rlkv_smollm2.py
 
-trains the 90 gates on questions about facts hidden in real text (192 tokens) and some small arithmetic, all of them solvable:
-48 that the model answers right at least 3 times of 4. `launch/compose.py` makes the hybrid with DistillCache of the result.
+trains the 90 gates on questions about facts hidden in real text (192 tokens) and some small arithmetic, all of them
+solvable: 48 that the model answers right at least 3 times of 4. `launch/compose.py` makes the hybrid with DistillCache of
+the result.
 
 As in the paper: gates that mix full and local attention, 4 samples per question at temperature 1, GRPO without a KL term, a
-penalty only above a mean reward of 0.5, AdamW at a constant rate. Smaller than in the paper, for 2 cores: 75 steps of 8 short
-questions with answers of at most 12 tokens (185 of 32, long reasoning), and local attention of 16 + 32 tokens (128 + 256),
-since the prompts are short. The rate is 0.02 (0.01) because there are fewer steps. The penalty is 2.5e-3 (1e-3; the authors
-give 2.5e-3 for one of their models): the policy gradient is about 8e-3 per gate, and a weaker one is lost in its noise. These
-three numbers were not tuned.
+penalty only above a mean reward of 0.5, AdamW at a constant rate. Smaller than in the paper, for 2 cores: 75 steps of 8
+short questions with answers of at most 12 tokens (185 of 32, long reasoning), and local attention of 16 + 32 tokens (128 +
+256), since the prompts are short. The rate is 0.02 (0.01) because there are fewer steps. The penalty is 2.5e-3 (1e-3; the
+authors give 2.5e-3 for one of their models): the policy gradient is about 8e-3 per gate, and a weaker one is lost in its
+noise. These three numbers were not tuned.
 
-Cost, measured on one core of a busy machine: 10 s to answer 8 questions, 2.7 s for the gradient of each that teaches something
-(about half of them), so 20 s a step. The search for questions answers about 190, 4 minutes. Estimated from that, not run:
-75 steps take about 30 minutes on one core, 15 to 20 on 2 idle ones.
+Cost, measured on one core of a busy machine: 10 s to answer 8 questions, 2.7 s for the gradient of each that teaches
+something (about half of them), so 20 s a step. The search for questions answers about 190, 4 minutes. Estimated from that,
+not run: 75 steps take about 30 minutes on one core, 15 to 20 on 2 idle ones.
 
 Variants, after a colon (`--config=configs/rlkv_smollm2.py:tiny`):
   tiny   the real code on a random model of 2 layers, in seconds
