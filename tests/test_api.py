@@ -1,10 +1,11 @@
 """The public functions on the tiny model, and the README's example on the default one."""
 
+import jax
 import numpy as np
 import pytest
 
 import dcache
-from dcache.policies import make
+from dcache.policies import REGISTRY, make
 from dcache.policies.base import Policy
 
 PROMPT = np.asarray(np.random.default_rng(1).integers(2, 64, 90), np.int32)
@@ -120,3 +121,12 @@ def test_readme_example(smollm2):
     assert np.isfinite(result.kl).all() and result.kl.shape == (3,)
     generated = dcache.generate(smollm2, ["Tell me about the cat."], "distillcache", 32, max_new_tokens=4)
     assert 1 <= len(generated.tokens[0]) <= 4 and generated.cache_bytes < generated.full_cache_bytes
+
+
+def test_the_name_of_a_learned_method_stands_for_the_trained_policy(smollm2):
+    learned = [name for name, policy in REGISTRY.items() if hasattr(policy, "init")]
+    assert {"distillcache", "kvp", "kvzap", "foresightkv", "rlkv", "hybrid"} <= set(learned)
+    for name in learned:
+        trained = dcache.resolve(name)
+        assert trained.policy.name == name and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(trained.params))
+        trained.policy.check_model(smollm2.config)
