@@ -59,7 +59,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.eval = ConfigDict(
         dict(
             policies=("full", "random", "streaming_llm", "h2o", "snapkv"), budgets=(0.5, 0.25, 0.125), prompts=32,
-            horizon=12, evict_every=0, seed=1, accuracy=True,
+            horizon=12, evict_every=0, seed=1, accuracy=True, hide_question=False,
         )
     )  # fmt: skip
 

@@ -383,7 +383,6 @@ class Learner(PromptLearner):
         """
         super().__init__(experiment, workdir, load)
         policy, learn = experiment.policy, experiment.learn
-        policy.check_model(self.lm.config)
         self.reference: Any = ()
         if learn.stage == "ranking":
             return

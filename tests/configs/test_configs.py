@@ -28,6 +28,7 @@ def test_every_configuration_is_valid(module, variant):
     experiment = from_config(config)
     assert set(config.learn) == {field.name for field in dataclasses.fields(experiment.learn)}
     assert set(config.policy) == {field.name for field in dataclasses.fields(experiment.policy)}
+    assert set(config.eval) == {field.name for field in dataclasses.fields(experiment.eval)}
 
 
 @pytest.mark.parametrize("module", MODULES)
