@@ -265,8 +265,10 @@ def _foreseen_gradient(state, policy, cache, ratio, key, config, most):
     scores = policy.scores_of(state.params, features)
     keys = jax.random.split(key, config.samples)
     order = jax.vmap(lambda k: subset.sample("plackett_luce", k, scores, filled, count, most))(keys)
-    rank = jnp.argsort(order, axis=1)
-    rewards = ranking_reward(rank, share, count) if config.reward == "ranking" else kept_share(rank, share, budget)
+    if config.reward == "ranking":
+        rewards = ranking_reward(order, share, count)
+    else:
+        rewards = kept_share(jnp.argsort(order, axis=1), share, budget)
 
     def surrogate(policy_params):
         scores = policy.scores_of(policy_params, features)
@@ -295,10 +297,10 @@ def kept_share(rank: Array, share: Array, budget: Array) -> Array:
     return jnp.sum(jnp.where(rank < budget, share[None], 0.0), axis=1)
 
 
-def ranking_reward(rank: Array, share: Array, count: Array) -> Array:
-    """`kept_share` averaged over the budgets 1 to `count`: a token of rank r is kept by `count - r` of them. f32[A]."""
-    kept_by = jnp.maximum(count - rank, 0).astype(jnp.float32) / count.astype(jnp.float32)
-    return jnp.sum(kept_by * share[None], axis=1)
+def ranking_reward(order: Array, share: Array, count: Array) -> Array:
+    """`kept_share` averaged over the budgets 1 to `count`: order int32[A, S], share f32[S] of sum 1 -> f32[A]."""
+    cost = jax.vmap(pg.ranking_cost, in_axes=(None, 0))(share, order)
+    return 1.0 - cost / count.astype(jnp.float32)
 
 
 Config = DistillConfig

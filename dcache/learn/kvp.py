@@ -75,20 +75,12 @@ class KvpConfig(LearnConfig):
             )
 
 
-def ranking_cost(importance: Array, order: Array) -> Array:
-    """-R of a ranking, summed over all budgets: importance f32[S], order int32[S] (best first) -> f32 scalar.
-
-    What is no candidate has importance 0 and comes last.
-    """
-    return jnp.sum(jnp.arange(importance.shape[0], dtype=jnp.float32) * importance[order])
-
-
 def ranking_reward(importance: Array, order: Array) -> Array:
     """R / |R*|, at most -1 (see above); 0 if no order loses anything."""
-    best = ranking_cost(importance, jnp.argsort(-importance))
+    best = pg.ranking_cost(importance, jnp.argsort(-importance))
     # Rounding decides about what is far below a millionth of the worst.
     least = 1e-6 * importance.shape[0] * jnp.sum(importance) + 1e-20
-    return -ranking_cost(importance, order) / jnp.maximum(best, least)
+    return -pg.ranking_cost(importance, order) / jnp.maximum(best, least)
 
 
 def lost_share(importance: Array, scores: Array, filled: Array, kept: Array) -> Array:

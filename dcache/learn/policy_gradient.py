@@ -63,3 +63,12 @@ def kl_penalty(log_probs: Array, reference: Array) -> Array:
     """
     log_ratio = reference - log_probs
     return jnp.exp(log_ratio) - log_ratio - 1.0
+
+
+def ranking_cost(importance: Array, order: Array) -> Array:
+    """Importance that a ranking loses, summed over all budgets: importance f32[S], order int32[S] (best first) -> f32 scalar.
+
+    A budget of b loses what is ranked below b, so the token of rank r is lost by r budgets (Moschella et al., arXiv
+    2602.10238). What is no candidate has importance 0 and comes last.
+    """
+    return jnp.sum(jnp.arange(importance.shape[0], dtype=jnp.float32) * importance[order])

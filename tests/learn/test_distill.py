@@ -354,7 +354,7 @@ def test_rewards_of_a_ranking_by_enumeration():
     for budget in range(1, 5):
         got = distill.kept_share(jnp.asarray(rank), jnp.asarray(share), jnp.int32(budget))
         np.testing.assert_allclose(got, [share[o[:budget]].sum() for o in orders], rtol=1e-6)
-    got = np.asarray(distill.ranking_reward(jnp.asarray(rank), jnp.asarray(share), jnp.int32(4)))
+    got = np.asarray(distill.ranking_reward(jnp.asarray(orders), jnp.asarray(share), jnp.int32(4)))
     want = [np.mean([share[o[:b]].sum() for b in range(1, 5)]) for o in orders]
     np.testing.assert_allclose(got, want, rtol=1e-6)
     assert orders[got.argmax()].tolist()[:4] == [0, 2, 3, 1]

@@ -17,11 +17,12 @@ from dcache import checkpoint, metrics, subset
 from dcache.errors import ConfigError, LoadError
 from dcache.experiment import from_config
 from dcache.learn import kvp, loop, traces
+from dcache.learn import policy_gradient as pg
 from dcache.learn.state import start
 from dcache.policies import make
 
 reward_jit = jax.jit(kvp.ranking_reward)
-cost_jit = jax.jit(kvp.ranking_cost)
+cost_jit = jax.jit(pg.ranking_cost)
 
 
 def by_definition(importance, order):
