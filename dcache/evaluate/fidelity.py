@@ -205,19 +205,20 @@ def _evict_again(
     return kv.evict(students, _decide(policies_, weights, caches, allowed, key))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "policies_", "evict_every"))
+@functools.partial(jax.jit, static_argnames=("config", "policies_", "evict_every", "skip"))
 def _score(
     params: model.Params, config: ModelConfig, students: kv.Cache, continuation: Array, policies_: tuple[Policy, ...],
-    weights: Any, allowed: Array, key: Array, *, evict_every: int,
+    weights: Any, allowed: Array, key: Array, *, evict_every: int, skip: int,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Feeds the continuation int32[T] to all students, whose first eviction is done.
 
     Args:
       allowed: int32[D + 1, A], tokens that each arm may keep at each eviction.
+      skip: first tokens of the continuation after which nothing counts; their logits are not computed.
 
     Returns:
-      KL to arm 0 in nats f32[A, T] and whether the most likely token is arm 0's bool[A, T], after each token was fed;
-      negative log-likelihood f32[A, T - 1] of continuation tokens 1, 2, ...
+      KL to arm 0 in nats f32[A, T - skip] and whether the most likely token is arm 0's bool[A, T - skip], after each token was
+      fed; negative log-likelihood f32[A, T - skip - 1] of continuation tokens skip + 1, ...
     """
     arms, horizon = len(policies_), continuation.shape[0]
     decisions = rollout.check_schedule(horizon, evict_every)
@@ -234,7 +235,8 @@ def _score(
 
     steps = jnp.arange(decisions, dtype=jnp.int32)
     _, hidden = jax.lax.scan(feed, students, (continuation.reshape(decisions, chunk), steps))
-    hidden = hidden.swapaxes(0, 1).reshape(arms, horizon, -1)
+    hidden = hidden.swapaxes(0, 1).reshape(arms, horizon, -1)[:, skip:]
+    continuation = continuation[skip:]
     teacher = jax.nn.log_softmax(model.unembed(params, hidden[0], config))
 
     def compare(h):  # [T, D]
@@ -243,7 +245,7 @@ def _score(
         agrees = jnp.argmax(log_q, axis=-1) == jnp.argmax(teacher, axis=-1)
         return rollout.kl_divergence(teacher, log_q), agrees, nll
 
-    at_once = max(1, int(_LOGIT_BYTES / (4 * horizon * config.vocab_size)))
+    at_once = max(1, int(_LOGIT_BYTES / (4 * (horizon - skip) * config.vocab_size)))
     return jax.lax.map(compare, hidden, batch_size=min(at_once, arms))
 
 
@@ -429,12 +431,13 @@ def _evaluate_one(
         taught.cache, jnp.int32(index), policies_, weights, allowed[0], jax.random.fold_in(key, 0),
         room=settings.room, once=settings.evict_every == 0,
     )  # fmt: skip
-    continuation, weight = taught.continuation[index], np.asarray(taught.weight[index])
+    skip = max(unseen - 1, 0)
+    continuation, weight = taught.continuation[index], np.asarray(taught.weight[index])[skip:]
     kl, agrees, nll = map(
         np.asarray,
         _score(
             lm.params, lm.config, students, continuation, policies_, weights, allowed, key,
-            evict_every=settings.evict_every,
+            evict_every=settings.evict_every, skip=skip,
         ),
     )  # fmt: skip
     if not np.all(np.isfinite(kl)):
