@@ -16,6 +16,9 @@ Variants, after a colon (`--config=configs/smollm2.py:sequential`):
               at 25 and 12.5% (docs/experiments.md, 10)
   head_equal  the same with the same budget for every head, as a fixed-shape cache needs it to save memory
   layer       the same with one keep-set for the heads of a layer
+  hidden      `head` for prompts that are compressed before their question is known: it also reads hidden states, beginning with
+              the network of policies/smollm2-kvzap, and the questions of its training prompts are hidden
+  both        the same with the question in sight and hidden in turn
   alpha_only, alpha_entropy
               the default with these signals only and no prior (the paper's Table 10)
   ranker      the default's network, supervised by the attention of the text to come (Table 10)
@@ -35,8 +38,8 @@ from dcache.learn.distill import DistillConfig
 from dcache.policies.distillcache import DistillCache
 from dcache.signals import EXTENDED_SIGNALS, HEAD_SIGNALS, PAPER_SIGNALS
 
-VARIANTS = ("tiny", "demo", "sequential", "head", "head_equal", "layer", "alpha_only", "alpha_entropy", "ranker",
-            "contribution", "ranking", "bonus", "paper")  # fmt: skip
+VARIANTS = ("tiny", "demo", "sequential", "head", "head_equal", "layer", "hidden", "both", "alpha_only", "alpha_entropy",
+            "ranker", "contribution", "ranking", "bonus", "paper")  # fmt: skip
 
 
 def get_config(variant: str = "") -> ConfigDict:
@@ -84,16 +87,20 @@ def get_config(variant: str = "") -> ConfigDict:
         config.data.trajectory = "teacher"
         config.learn.update(steps=500, horizon=32, evict_every=8, samples=8)
         config.eval.update(horizon=32, evict_every=8)
-    elif variant in ("head", "head_equal", "layer"):
+    elif variant in ("head", "head_equal", "layer", "hidden", "both"):
+        reads = variant in ("hidden", "both")
         head_prior = {"window_max": 1.0, "alpha": 0.5, "last_max_near": 0.5, "last_upper_near": 1.0,
                       "last_max_upper_near": 0.5, "window_mean_upper_near": 0.5}  # fmt: skip
         policy = DistillCache(
             signals=HEAD_SIGNALS, granularity="layer" if variant == "layer" else "head", hidden=64,
-            scope="model" if variant == "head" else "head", heads=() if variant == "layer" else (30, 3),
-            prior=tuple(head_prior.get(name, 0.0) for name in HEAD_SIGNALS),
+            scope="head" if variant in ("head_equal", "layer") else "model", heads=() if variant == "layer" else (30, 3),
+            prior=tuple(0.0 if variant == "hidden" else head_prior.get(name, 0.0) for name in HEAD_SIGNALS) + (3.0,) * reads,
+            reads=(576, 72) if reads else (),
         )  # fmt: skip
         config.policy = ConfigDict(dataclasses.asdict(policy))
         config.learn.update(estimator="relaxed", steps=450, ratios=(0.25, 0.125))
+        if reads:
+            config.learn.update(question=variant, start="policies/smollm2-kvzap")
     elif variant in ("alpha_only", "alpha_entropy"):
         config.policy.update(signals=("alpha",) if variant == "alpha_only" else ("alpha", "entropy"), prior=())
     elif variant == "ranker":

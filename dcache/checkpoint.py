@@ -187,6 +187,11 @@ def _file_digests(folder: Path) -> dict[str, str]:
     }
 
 
+def weights_digest(params: Any) -> str:
+    """A short digest of a policy's weights; two policies with the same digest are the same."""
+    return _digest(params, {})[:16]
+
+
 def _digest(tree: Any, description: Mapping[str, Any]) -> str:
     """Digest of all array values and of the description."""
     digest = hashlib.blake2b(json.dumps(description, sort_keys=True).encode(), digest_size=16)

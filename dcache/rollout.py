@@ -66,9 +66,12 @@ class Trajectories:
 def teach(
     params: model.Params, decode_params: model.Params, config: ModelConfig, tokens: Array, length: Array, given: Array,
     given_length: Array, own: Array, stop: Array, policies: tuple[Policy, ...], weights: tuple[Any, ...], *, decode: bool,
-    more: StatsRequest = _NOTHING,
+    asked: Array | None = None, unseen: int = 0, more: StatsRequest = _NOTHING,
 ) -> Trajectories:  # fmt: skip
     """Reads prompts and fixes the text that follows each: given, or the teacher's own greedy continuation.
+
+    A prompt whose question is hidden ends before it; the question is then what is given first (`asked`, `unseen`), and what
+    the model says on its own begins after it.
 
     Args:
       params: stacked. decode_params: the same weights in the layout for decoding (see `model.unstack`).
@@ -76,23 +79,36 @@ def teach(
       given: int32[B, T], padded. given_length: int32[B], its real tokens. own: bool[B], ignore `given` and continue greedily.
       stop: int32[E], token ids that end a text. policies: static; the cache is to have what their scores look at (what
         counts of the continuation is shown to them, but only the oracle looks). weights: of each of them.
-      decode: static; False if no `own` is set. more: static, further statistics to take.
+      decode: static; False if no `own` is set. asked: bool[B], prompts whose first `unseen` given tokens are their question;
+        None for none. unseen: static, tokens of a question, padding included. more: static, further statistics to take.
     """
     request = functools.reduce(lambda a, b: a | b, (policy.needs for policy in policies), more)
     hidden, cache = model.prefill(params, config, tokens, length, request)
     horizon = given.shape[1]
     weight = (jnp.arange(horizon)[None] < given_length[:, None]).astype(jnp.float32)
+    if asked is not None:  # what comes before a question's last token is no answer
+        weight *= ((jnp.arange(horizon)[None] >= unseen - 1) | ~asked[:, None]).astype(jnp.float32)
     if not decode:
         cache = _observed(params, config, cache, tokens, given, weight, policies, weights)
         return Trajectories(cache, given, weight)
-    first = jnp.argmax(model.last_logits(params, config, hidden, length), axis=-1).astype(jnp.int32)
     room = kv.grow(kv.restrict(cache, StatsRequest()), horizon)
     if isinstance(decode_params["layers"], tuple):
         room = kv.unstack(room)
-    greedy = greedy_continuation(decode_params, config, first, room, horizon)
+    if unseen:
+        question = given[:, :unseen]
+        last, room = model.extend(decode_params, config, question, room, jnp.int32(tokens.shape[1]))
+        logits = model.unembed(decode_params, last[:, -1], config)
+    else:
+        logits = model.last_logits(params, config, hidden, length)
+    first = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = greedy_continuation(decode_params, config, first, room, horizon - unseen)
     ended = jnp.cumsum(jnp.any(greedy[..., None] == stop[None, None], axis=-1), axis=1, dtype=jnp.int32) > 0
+    counts = 1.0 - ended.astype(jnp.float32)
+    if unseen:
+        greedy = jnp.concatenate([question, greedy], axis=1)
+        counts = jnp.concatenate([weight[:, :unseen], counts], axis=1)
     continuation = jnp.where(own[:, None], greedy, given)
-    weight = jnp.where(own[:, None], 1.0 - ended.astype(jnp.float32), weight)
+    weight = jnp.where(own[:, None], counts, weight)
     cache = _observed(params, config, cache, tokens, continuation, weight, policies, weights)
     return Trajectories(cache, continuation, weight)
 
@@ -192,10 +208,10 @@ def sample_students(
     def decide(students: kv.Cache, xs):
         tokens_d, teacher_d, probs_d, key_d, index = xs
         with jax.named_scope("policy"):
-            features = policy.features(students)
+            budget = budgets.tokens_kept_traced(ratio, students.length, minimum)
+            features = policy.features(students, budget)
             scores = policy.scores_of(policy_params, features)
             filled = signals.filled(students)
-            budget = budgets.tokens_kept_traced(ratio, students.length, minimum)
             keys = jax.random.split(key_d, samples)
             order = jax.vmap(lambda k, s, f, b: subset.sample(law, k, s, f, b, most))(keys, scores, filled, budget)
             keep = jax.vmap(subset.kept)(order, filled, budget)
@@ -224,9 +240,9 @@ def relaxed_student(
     """
     horizon = continuation.shape[0]
     with jax.named_scope("policy"):
-        scores = policy.scores_of(policy_params, jax.lax.stop_gradient(policy.features(cache)))
-        filled = signals.filled(cache, policy.granularity)
         budget = budgets.tokens_kept_traced(ratio, cache.length, minimum)
+        scores = policy.differentiable_scores(policy_params, cache, budget)
+        filled = signals.filled(cache, policy.granularity)
         counts = jnp.broadcast_to(shaped(budget, policy.granularity), scores.shape[:-1])
         extent = soft_keep(
             pooled(scores, policy.scope), pooled(filled, policy.scope), pooled_budget(counts, policy.scope), temperature,

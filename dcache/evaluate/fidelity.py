@@ -27,6 +27,7 @@ from dcache.attention import StatsRequest
 from dcache.config import ModelConfig
 from dcache.data.prompts import Prompt, is_correct
 from dcache.errors import ConfigError, DcacheError
+from dcache.learn.blocks import check_unseen, make_block
 from dcache.load import LanguageModel
 from dcache.policies import innermost, make, parse
 from dcache.policies.base import Policy, Trained, keep_set, slot_positions
@@ -146,7 +147,7 @@ def make_arms(methods: Mapping[str, Trained], budget_list: Sequence[float | int]
 # Compiled parts. `policies_` is a static tuple, `weights` the tuple of their parameters, A arms.
 
 
-@functools.partial(jax.jit, static_argnames=("config", "policies", "decode"))
+@functools.partial(jax.jit, static_argnames=("config", "policies", "decode", "unseen"))
 @functools.wraps(rollout.teach)  # whose argument names the static ones are
 def _teach(*args: Any, **kwargs: Any) -> rollout.Trajectories:
     taught = rollout.teach(*args, **kwargs)
@@ -354,17 +355,7 @@ def _check(prompts: Sequence[Prompt], arms: Sequence[Arm], settings: Settings) -
                 f"Prompt {prompt.name!r} has {len(prompt.tokens)} tokens; evaluation takes 1 to {settings.length}: "
                 "cut it, or raise the length."
             )
-        if (
-            prompt.kind == "retrieval"
-            and settings.unseen
-            and not prompt.question <= settings.unseen < len(prompt.tokens)
-        ):
-            raise ConfigError(
-                f"Prompt {prompt.name!r} has {len(prompt.tokens)} tokens, its question {prompt.question}; hide at least the "
-                f"question and fewer than all tokens, not {settings.unseen}."
-            )
-        if prompt.kind == "retrieval" and settings.unseen and not prompt.question:
-            raise ConfigError(f"Prompt {prompt.name!r} does not say which of its tokens are the question to be hidden.")
+    check_unseen(prompts, settings.unseen)
     names = [prompt.name for prompt in prompts]
     if len(set(names)) < len(names):
         raise ConfigError("Two prompts have the same name; results are kept by name, give each its own.")
@@ -385,34 +376,15 @@ def _read(
 ) -> rollout.Trajectories:  # fmt: skip
     """The full-cache model's pass over up to `settings.batch` prompts, always in the same shape, and the policies' own."""
     rows = [*block, *[block[-1]] * (settings.batch - len(block))]
-    tokens = np.zeros((len(rows), settings.length), np.int32)
-    given = np.zeros((len(rows), settings.horizon), np.int32)
-    for i, prompt in enumerate(rows):
-        tokens[i, : len(prompt.tokens)] = prompt.tokens
-        given[i, : len(prompt.continuation)] = prompt.continuation[: settings.horizon]
-    own = block[0].kind == "retrieval"
-    length = jnp.asarray([len(p.tokens) for p in rows], jnp.int32)
-    given_length = jnp.asarray([min(len(p.continuation), settings.horizon) for p in rows], jnp.int32)
-    stop = jnp.asarray(lm.tokenizer.eos_ids, jnp.int32)
-    looking = {"policies": tuple(observers), "weights": tuple(observers.values())}
     unseen = settings.hidden(block[0].kind)
-    taught = _teach(
-        lm.params, lm.decode_params, lm.config, jnp.asarray(tokens), length, jnp.asarray(given), given_length,
-        jnp.full((len(rows),), own), stop, decode=own, **({"policies": (), "weights": ()} if unseen else looking),
-    )  # fmt: skip
-    if not unseen:
-        return taught
+    own = block[0].kind == "retrieval"
     # What the policies see ends before the question, which is fed like a continuation; only what comes after it counts.
-    seen = length - unseen
-    question = np.stack([p.tokens[len(p.tokens) - unseen :] for p in rows])
-    fed = jnp.concatenate([jnp.asarray(question), taught.continuation], axis=1)
-    cut = np.where(np.arange(settings.length) < np.asarray(seen)[:, None], tokens, 0)
-    blind = _teach(
-        lm.params, lm.decode_params, lm.config, jnp.asarray(cut), seen, fed,
-        unseen + jnp.sum(taught.weight, axis=1).astype(jnp.int32), jnp.zeros(len(rows), bool), stop, decode=False, **looking,
+    padded = make_block(rows, settings.length, settings.horizon, "mixed", unseen)
+    return _teach(
+        lm.params, lm.decode_params, lm.config, padded.tokens, padded.length, padded.given, padded.given_length, padded.own,
+        jnp.asarray(lm.tokenizer.eos_ids, jnp.int32), tuple(observers), tuple(observers.values()), decode=own,
+        asked=padded.asked, unseen=unseen,
     )  # fmt: skip
-    counts = np.concatenate([np.zeros((len(rows), unseen - 1)), np.ones((len(rows), 1)), taught.weight], axis=1)
-    return dataclasses.replace(blind, weight=jnp.asarray(counts, jnp.float32))
 
 
 def _evaluate_one(

@@ -14,13 +14,13 @@ from dcache.errors import ConfigError
 from dcache.evaluate import fidelity, pictures, records, report, tables
 from dcache.evaluate.tables import Record
 from dcache.experiment import BENCHMARKS, Experiment
+from dcache.learn.blocks import unseen_tokens
 from dcache.load import LanguageModel
 from dcache.policies.base import Trained
 from dcache.tokenizer import Tokenizer
 
 RESULTS = "results.jsonl"
 ANSWER_TOKENS = 24
-_UNSEEN_UNIT = 16  # few lengths, few compilations
 
 
 def held_out_prompts(experiment: Experiment, tokenizer: Tokenizer, *, validation: bool = False) -> list[Prompt]:
@@ -51,14 +51,13 @@ def held_out_prompts(experiment: Experiment, tokenizer: Tokenizer, *, validation
 def settings_of(experiment: Experiment, prompts: Sequence[Prompt] = ()) -> fidelity.Settings:
     """The evaluation settings of an experiment; where questions are hidden, by as many tokens as the longest one needs."""
     chosen = experiment.eval
-    questions = [p.question for p in prompts if p.kind == "retrieval"] if chosen.hide_question else []
     return fidelity.Settings(
         length=experiment.data.length,
         horizon=chosen.horizon,
         evict_every=chosen.evict_every,
         new_tokens=ANSWER_TOKENS if chosen.accuracy else 0,
         seed=chosen.seed,
-        unseen=-(-max(questions, default=0) // _UNSEEN_UNIT) * _UNSEEN_UNIT,
+        unseen=unseen_tokens(prompts) if chosen.hide_question else 0,
     )
 
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from dcache import checkpoint
 from dcache.data.prompts import Prompt
 from dcache.errors import CheckpointError, ConfigError, DcacheError
 from dcache.evaluate import fidelity
@@ -40,16 +41,11 @@ def describe(
                 "budget": fidelity.budget_name(arm.budget),
                 "policy": repr(arm.policy),
                 "granularity": arm.policy.granularity,
-                "weights": weights_digest(arm.params) if jax.tree.leaves(arm.params) else None,
+                "weights": checkpoint.weights_digest(arm.params) if jax.tree.leaves(arm.params) else None,
             }
             for arm in arms
         ],
     }
-
-
-def weights_digest(params: Any) -> str:
-    """A short digest of a policy's weights; two policies with the same digest are the same."""
-    return _digest(part for path, leaf in jax.tree.leaves_with_path(params) for part in (str(path), np.asarray(leaf)))
 
 
 def _digest(parts) -> str:

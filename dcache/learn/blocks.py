@@ -10,8 +10,11 @@ import numpy as np
 from dcache.data.benchmarks import GSM8K_HUB, LONGBENCH_HUB, gsm8k_prompts, longbench_prompts
 from dcache.data.prompts import Prompt, PromptStream
 from dcache.data.text import directory_text, installed_text, split_documents
+from dcache.errors import ConfigError
 from dcache.experiment import BENCHMARKS, DataConfig, Trajectory
 from dcache.tokenizer import Tokenizer
+
+_UNSEEN_UNIT = 16  # few lengths of hidden questions, few compilations
 
 
 class Stream(Protocol):
@@ -73,6 +76,7 @@ class Block:
       tokens: int32[B, S]. length: int32[B], real tokens.
       given: int32[B, T], the text after each prompt. given_length: int32[B], its real tokens.
       own: bool[B], follow the model's own greedy continuation instead.
+      asked: bool[B], the first `unseen` given tokens are the prompt's question. unseen: tokens of a hidden question.
     """
 
     prompts: tuple[Prompt, ...]
@@ -81,20 +85,53 @@ class Block:
     given: np.ndarray
     given_length: np.ndarray
     own: np.ndarray
+    asked: np.ndarray
+    unseen: int
 
 
-def make_block(prompts: Sequence[Prompt], length: int, horizon: int, trajectory: Trajectory) -> Block:
-    """Pads prompts of at most `length` tokens and cuts their continuations to `horizon` tokens."""
-    count = len(prompts)
-    block = Block(
-        tuple(prompts),
-        np.zeros((count, length), np.int32),
-        np.array([len(prompt.tokens) for prompt in prompts], np.int32),
-        np.zeros((count, horizon), np.int32),
-        np.array([min(len(prompt.continuation), horizon) for prompt in prompts], np.int32),
-        np.array([trajectory == "teacher" or (trajectory == "mixed" and p.kind == "retrieval") for p in prompts]),
-    )
+def unseen_tokens(prompts: Sequence[Prompt]) -> int:
+    """How many tokens at the end of retrieval prompts hold the longest of their questions, a multiple of 16; 0 without any."""
+    longest = max((prompt.question for prompt in prompts if prompt.kind == "retrieval"), default=0)
+    return -(-longest // _UNSEEN_UNIT) * _UNSEEN_UNIT
+
+
+def check_unseen(prompts: Sequence[Prompt], unseen: int) -> None:
+    """Raises ConfigError if the last `unseen` tokens of a retrieval prompt are not its question and some of what is before."""
+    for prompt in prompts if unseen else ():
+        if prompt.kind == "retrieval" and not prompt.question:
+            raise ConfigError(f"Prompt {prompt.name!r} does not say which of its tokens are the question to be hidden.")
+        if prompt.kind == "retrieval" and not prompt.question <= unseen < len(prompt.tokens):
+            raise ConfigError(
+                f"Prompt {prompt.name!r} has {len(prompt.tokens)} tokens, its question {prompt.question}; hide at least the "
+                f"question and fewer than all tokens, not {unseen}."
+            )
+
+
+def make_block(
+    prompts: Sequence[Prompt], length: int, horizon: int, trajectory: Trajectory, unseen: int = 0
+) -> Block:  # fmt: skip
+    """Pads prompts of at most `length` tokens and cuts their continuations to `horizon` tokens.
+
+    Args:
+      unseen: last tokens of retrieval prompts that are cut off and given before the continuation (see `unseen_tokens`).
+
+    Raises:
+      ConfigError: a prompt without a question to hide, or one that does not fit into `unseen` tokens.
+    """
+    check_unseen(prompts, unseen)
+    asked = np.array([bool(unseen) and prompt.kind == "retrieval" for prompt in prompts])
+    own = [trajectory == "teacher" or (trajectory == "mixed" and prompt.kind == "retrieval") for prompt in prompts]
+    tokens = np.zeros((len(prompts), length), np.int32)
+    given = np.zeros((len(prompts), unseen + horizon), np.int32)
+    lengths, given_lengths = [], []
     for i, prompt in enumerate(prompts):
-        block.tokens[i, : block.length[i]] = prompt.tokens
-        block.given[i, : block.given_length[i]] = prompt.continuation[:horizon]
-    return block
+        seen = len(prompt.tokens) - (unseen if asked[i] else 0)
+        following = np.concatenate([prompt.tokens[seen:], prompt.continuation[:horizon]])
+        tokens[i, :seen] = prompt.tokens[:seen]
+        given[i, : len(following)] = following
+        lengths.append(seen)
+        given_lengths.append(len(following))
+    return Block(
+        tuple(prompts), tokens, np.array(lengths, np.int32), given, np.array(given_lengths, np.int32), np.array(own), asked,
+        unseen,
+    )  # fmt: skip

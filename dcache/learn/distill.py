@@ -18,7 +18,7 @@ import optax
 from jax import Array
 
 from dcache import cache as kv
-from dcache import model, signals, subset
+from dcache import checkpoint, model, signals, subset
 from dcache.budget import keep_top, tokens_kept, tokens_kept_traced
 from dcache.config import ModelConfig
 from dcache.errors import ConfigError
@@ -26,6 +26,7 @@ from dcache.learn import policy_gradient as pg
 from dcache.learn.learner import PromptLearner
 from dcache.learn.state import LearnConfig, TrainState, advance, start
 from dcache.policies.distillcache import DistillCache
+from dcache.policies.kvzap import KVzap
 from dcache.policies.oracle import Oracle
 from dcache.rollout import (
     Decisions,
@@ -42,7 +43,9 @@ class DistillConfig(LearnConfig):
     """Everything that the learning rule depends on, beside `LearnConfig`. Defaults are the paper's where it gives a value.
 
     Attributes:
-      horizon: T, continuation tokens. evict_every: tokens between evictions (the paper:
+      question: whether the policy sees the question of a retrieval prompt: "seen", "hidden" (it is fed after the eviction, and
+        what counts begins after its last token), or "both", in turn from block to block. horizon: T, continuation tokens.
+      evict_every: tokens between evictions (the paper:
         1); 0 evicts once, after the prefill.
       samples: K, keep-sets drawn per prompt; at least 2 use the leave-one-out baseline, 1 uses the moving average.
       ratios: budget ratios; one is drawn per step. minimum: B_min.
@@ -57,9 +60,12 @@ class DistillConfig(LearnConfig):
         the paper writes it (zero mean: pure noise).
       baseline_decay: decay of the moving average of the return. standardise: divide advantages by their standard deviation.
       temperature, final_temperature: of the relaxed keep-set, from the first step to the last, falling geometrically.
+      start: folder of a trained `kvzap` policy, or of its run, from whose network a policy that reads hidden states (`reads`)
+        starts; "" for a fresh one. reader_rate: learning rate of that network, as a multiple of the others'.
       straight_through: the relaxed student keeps what will be kept; only the way back is relaxed.
     """
 
+    question: Literal["seen", "hidden", "both"] = "seen"
     horizon: int = 64
     evict_every: int = 1
     samples: int = 8
@@ -76,6 +82,8 @@ class DistillConfig(LearnConfig):
     temperature: float = 1.0
     final_temperature: float = 1.0
     straight_through: bool = True
+    start: str = ""
+    reader_rate: float = 0.1
 
     def __post_init__(self):
         super().__post_init__()
@@ -87,6 +95,11 @@ class DistillConfig(LearnConfig):
             raise ConfigError(f"ratios are {self.ratios}; give one or more budget ratios in (0, 1].")
         if self.entropy_form not in ("score", "direct"):
             raise ConfigError(f"entropy_form is {self.entropy_form!r}; use 'score' or 'direct'.")
+        if self.question not in ("seen", "hidden", "both") or (self.question != "seen" and self.evict_every):
+            raise ConfigError(
+                f"question is {self.question!r} with evict_every {self.evict_every}; use 'seen', 'hidden' or 'both', the last "
+                "two with one eviction (0)."
+            )
         if self.estimator not in ("reinforce", "relaxed", "ranker"):
             raise ConfigError(f"estimator is {self.estimator!r}; use 'reinforce', 'relaxed' or 'ranker'.")
         if self.reward not in ("kl", "contribution", "ranking"):
@@ -111,7 +124,11 @@ class DistillConfig(LearnConfig):
             )
 
     def check(self, policy):
-        """Raises ConfigError where REINFORCE or the ranker would have to choose for every layer or head."""
+        """Raises ConfigError where REINFORCE or the ranker would choose for every layer or head, or `start` has no use."""
+        if self.start and not policy.reads:
+            raise ConfigError(
+                f"learn.start is {self.start!r}, but policy.reads is (): only what reads hidden states starts from a policy."
+            )
         if policy.granularity != "sequence" and self.estimator != "relaxed":
             raise ConfigError(
                 f"policy.granularity is {policy.granularity!r} with learn.estimator {self.estimator!r}; REINFORCE and the "
@@ -122,11 +139,6 @@ class DistillConfig(LearnConfig):
     def foresees(self) -> bool:
         """Whether it learns from the attention of the text to come in place of the KL."""
         return self.estimator == "ranker" or self.reward != "kl"
-
-    @property
-    def every(self) -> int:
-        """Tokens between two decisions, the horizon if there is only one."""
-        return self.evict_every or self.horizon
 
 
 def init_state(key: Array, policy: DistillCache, config: DistillConfig) -> TrainState:
@@ -148,7 +160,7 @@ def advantages(
 
     `weight` f32[T] is 0 where a token's reward does not count; `log_probs` f32[A, D] are used as constants.
     """
-    returns = pg.discounted_returns(-rolled.kl * weight[None], config.gamma, config.every)
+    returns = pg.discounted_returns(-rolled.kl * weight[None], config.gamma, config.evict_every or rolled.kl.shape[1])
     value = returns
     if config.entropy_form == "score":
         surprise = -jax.lax.stop_gradient(log_probs) / rolled.budget.T.astype(jnp.float32)
@@ -192,7 +204,8 @@ def train_step(
         )
     decay = jnp.where(state.step == 0, 0.0, config.baseline_decay)
     baseline = decay * state.baseline + (1.0 - decay) * found["reward"]
-    new = dataclasses.replace(advance(state, grads, config), baseline=baseline)
+    rates = {"reader": config.reader_rate} if policy.reads else None
+    new = dataclasses.replace(advance(state, grads, config, rates), baseline=baseline)
     return new, {**found, "ratio": ratio, "grad_norm": optax.tree.norm(grads), "baseline": new.baseline}
 
 
@@ -241,17 +254,17 @@ def _relaxed_gradient(state, student, cache, continuation, weight, teacher, rati
         return _counted_mean(kl, weight), kl
 
     (loss, kl), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
-    returns = pg.discounted_returns(-(kl * weight)[None], config.gamma, config.every)
+    returns = pg.discounted_returns(-(kl * weight)[None], config.gamma, kl.shape[0])
     return grads, {"reward": returns[0, 0], "kl": loss, "temperature": temperature}
 
 
 def _foreseen_gradient(state, policy, cache, ratio, key, config, most):
     """Gradient and metrics of what learns from the attention that the text to come pays."""
-    features = policy.features(cache)[0]
     filled = signals.filled(cache)[0]
     future = Oracle(granularity="sequence").scores((), cache, key)[0]  # its own key is not used
     share = jnp.where(filled, future, 0.0) / jnp.maximum(jnp.sum(jnp.where(filled, future, 0.0)), 1e-20)
-    budget = tokens_kept_traced(ratio, cache.length, config.minimum)[0]
+    budgets = tokens_kept_traced(ratio, cache.length, config.minimum)
+    features, budget = policy.features(cache, budgets)[0], budgets[0]
     if config.estimator == "ranker":
         best = keep_top(share, filled, budget)
 
@@ -311,10 +324,42 @@ class Learner(PromptLearner):
 
     step = staticmethod(train_step)
 
+    def __init__(self, experiment, workdir, load):
+        """Reads the policy that training starts from.
+
+        Raises:
+          ConfigError: it is none that fits.
+        """
+        super().__init__(experiment, workdir, load)
+        self.reader: Any = ()
+        if experiment.learn.start:
+            policy, found = experiment.policy, checkpoint.load_policy(experiment.learn.start)
+            wanted = (KVzap.name, policy.heads, policy.reads)
+            given = (found.policy.name, *(getattr(found.policy, name, ()) for name in ("heads", "width", "hidden")))
+            if given != (wanted[0], wanted[1], *wanted[2]):
+                raise ConfigError(
+                    f"learn.start holds {found.policy}; policy.heads is {policy.heads} and policy.reads {policy.reads}: give a "
+                    "kvzap policy with these heads, width and hidden units."
+                )
+            self.reader = jax.tree.map(jnp.asarray, found.params)
+            self.identity["start"] = checkpoint.weights_digest(found.params)
+
+    def init(self, key):
+        """Fresh weights; those that read hidden states from where training starts."""
+        weights = self.experiment.policy.init(key)
+        if self.reader:
+            weights = {**weights, "reader": jax.tree.map(jnp.copy, self.reader)}
+        return start(weights, self.experiment.learn)
+
     def observers(self):
         """The policy, and the oracle where the method learns from what it sees."""
         foreseen = (Oracle(granularity="sequence"),) if self.experiment.learn.foresees else ()
         return (self.experiment.policy, *foreseen)
+
+    def hides(self, number):
+        """Every block, none, or every other one."""
+        question = self.experiment.learn.question
+        return question == "hidden" or (question == "both" and number % 2 == 1)
 
     def static(self):
         """The largest budget."""

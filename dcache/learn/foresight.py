@@ -8,12 +8,10 @@ code reads it again with each keep-set.
 
 import dataclasses
 import functools
-import hashlib
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array
 
@@ -396,10 +394,7 @@ class Learner(PromptLearner):
                 f"learn.start holds {first.policy}; the experiment's policy is {policy}: they must agree."
             )
         self.reference = first.params
-        digest = hashlib.blake2b(digest_size=8)
-        for leaf in jax.tree.leaves(first.params):
-            digest.update(np.asarray(leaf).tobytes())
-        self.identity["start"] = digest.hexdigest()
+        self.identity["start"] = checkpoint.weights_digest(first.params)
 
     def observers(self):
         """What both stages learn from; the policy's own look is not needed."""

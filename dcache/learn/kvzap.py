@@ -15,7 +15,7 @@ from dcache.config import ModelConfig
 from dcache.learn.learner import PromptLearner
 from dcache.learn.state import LearnConfig, TrainState, advance
 from dcache.policies.base import pooled
-from dcache.policies.kvzap import KVzap
+from dcache.policies.kvzap import KVzap, predict
 from dcache.policies.kvzip import KVzip
 from dcache.rollout import Trajectories
 
@@ -51,7 +51,7 @@ def train_step(
     real = filled.astype(jnp.float32)
 
     def loss_of(weights: Any):
-        predicted = policy.predict(weights, cache.hidden)
+        predicted = predict(weights, cache.hidden)
         return jnp.sum(real * (predicted - target) ** 2) / jnp.sum(real), predicted
 
     (loss, predicted), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)

@@ -21,7 +21,7 @@ from dcache.attention import StatsRequest
 from dcache.data.prompts import Prompt
 from dcache.errors import ConfigError
 from dcache.experiment import Experiment
-from dcache.learn.blocks import Block, make_block, training_prompts
+from dcache.learn.blocks import Block, make_block, training_prompts, unseen_tokens
 from dcache.learn.state import TrainState, start
 from dcache.load import LanguageModel
 from dcache.rollout import Trajectories, teach
@@ -111,7 +111,7 @@ class PromptLearner(Learner):
             functools.partial(
                 teach, config=lm.config, policies=observers, weights=((),) * len(observers), more=self.more
             ),
-            static_argnames="decode",
+            static_argnames=("decode", "unseen"),
         )
         step = functools.partial(
             self.step, model_config=lm.config, policy=experiment.policy, config=learn, **self.static()
@@ -154,16 +154,22 @@ class PromptLearner(Learner):
         """Tokens that a step reads, for the log: prompt and continuation."""
         return len(prompt.tokens) + self.horizon
 
+    def hides(self, number: int) -> bool:
+        """Whether the questions of block `number` are hidden from the policy: they then begin what follows the prompts."""
+        del number
+        return False
+
     def block(self, number: int) -> Block:
         """Block `number`: the prompts of `teacher_batch` successive steps."""
         size, data = self.experiment.teacher_batch, self.experiment.data
         prompts = [self.stream[i] for i in range(number * size, (number + 1) * size)]
-        return make_block(prompts, data.length, self.horizon, data.trajectory)
+        unseen = unseen_tokens(prompts) if self.hides(number) else 0
+        return make_block(prompts, data.length, self.horizon, data.trajectory, unseen)
 
     def read(self, block: Block) -> Trajectories:
         """The teacher's pass over a block; it decodes only if a prompt needs its own continuation."""
         return self._teach(
             self.lm.params, self.decode_params, tokens=block.tokens, length=block.length, given=block.given,
             given_length=block.given_length, own=block.own, stop=jnp.asarray(self.lm.tokenizer.eos_ids, jnp.int32),
-            decode=bool(block.own.any()),
+            decode=bool(block.own.any()), asked=block.asked, unseen=block.unseen,
         )  # fmt: skip

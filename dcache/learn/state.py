@@ -1,6 +1,8 @@
 """What all learned methods share: the state of a run, its optimiser, and one update of it."""
 
 import dataclasses
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -80,10 +82,17 @@ def start(params: Any, config: LearnConfig) -> TrainState:
     return TrainState(params, average, optimiser(config).init(params), jnp.int32(0), jnp.float32(0.0))
 
 
-def advance(state: TrainState, grads: Any, config: LearnConfig) -> TrainState:
-    """The state after one update with these gradients."""
+def advance(state: TrainState, grads: Any, config: LearnConfig, rates: Mapping[str, float] | None = None) -> TrainState:
+    """The state after one update with these gradients; rates: multiples of the learning rate, where the top of the weights'
+    tree has a part of that name.
+    """
     with jax.numpy_dtype_promotion("standard"):  # optax raises Python floats to int32 powers
         updates, opt_state = optimiser(config).update(grads, state.opt_state, state.params)
+    if rates:
+        updates = {
+            name: jax.tree.map(functools.partial(jnp.multiply, rates.get(name, 1.0)), part)
+            for name, part in updates.items()
+        }
     params = optax.apply_updates(state.params, updates)
     average = _moving_average(state.average, params, state.step, config.average)
     return TrainState(params, average, opt_state, state.step + 1, state.baseline)

@@ -82,6 +82,11 @@ class Policy:
         """
         raise NotImplementedError(f"{type(self).__name__} must define scores().")
 
+    def scores_at(self, params: Any, cache: kv.Cache, budget: Array, key: Array) -> Array:
+        """`scores` of a method whose ranking depends on the budget (int32[B]); most do not look at it."""
+        del budget
+        return self.scores(params, cache, key)
+
     def protects(self, cache: kv.Cache, budget: Array) -> Array | None:
         """bool of the shape of the scores: slots that stay whatever their score; None for none. budget: int32[B]."""
         del cache, budget
@@ -121,7 +126,7 @@ class Policy:
           budget: int32[B], tokens per keep-set (on average, if the policy allocates unequally).
           protected: bool of the shape of the scores, what is protected in place of what `protects` says; None for that.
         """
-        scores = self.scores(params, cache, key).astype(jnp.float32)
+        scores = self.scores_at(params, cache, budget, key).astype(jnp.float32)
         mask = signals.filled(cache, self.granularity)
         protected = self.protects(cache, budget) if protected is None else protected
         allowed = self.allocate(params, cache, scores, mask, self.allowance(budget, cache.length), protected)

@@ -48,12 +48,18 @@ class CriticalKV(Wrapper):
 
     def scores(self, params, cache, key):
         """Those of the second stage."""
-        size = per_kv_head(statistics(cache, lambda stats: stats.projected), cache)
-        return (self.base.scores(params, cache, key) + self.epsilon) * size
+        return self._weighted(self.base.scores(params, cache, key), cache)
+
+    def scores_at(self, params, cache, budget, key):
+        """Those of the second stage."""
+        return self._weighted(self.base.scores_at(params, cache, budget, key), cache)
+
+    def _weighted(self, scores, cache):
+        return (scores + self.epsilon) * per_kv_head(statistics(cache, lambda stats: stats.projected), cache)
 
     def decide(self, params, cache, budget, key, protected=None):
         """Both stages."""
-        first = self.base.scores(params, cache, key).astype(jnp.float32)
+        first = self.base.scores_at(params, cache, budget, key).astype(jnp.float32)
         filled = signals.filled(cache, "head")
         protected = self.protects(cache, budget) if protected is None else protected
         allowed = self.allocate(params, cache, first, filled, self.allowance(budget, cache.length), protected)
@@ -61,4 +67,4 @@ class CriticalKV(Wrapper):
         chosen = budgets.keep_top(first, filled, part, protected)
         if protected is not None:
             chosen |= protected & filled
-        return budgets.keep_top(self.scores(params, cache, key), filled, allowed, chosen)
+        return budgets.keep_top(self._weighted(first, cache), filled, allowed, chosen)

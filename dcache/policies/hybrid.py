@@ -52,6 +52,10 @@ class Hybrid(Policy):
 
     def __post_init__(self):
         check_heads(self)
+        if getattr(self.base, "sees_budget", False):
+            raise ConfigError(
+                "hybrid: base sees the budget, which is not known when a hybrid scores; give one that does not."
+            )
         if not isinstance(self.base, DistillCache):
             raise ConfigError(f"hybrid: base is {self.base!r}; give a DistillCache policy or its settings.")
 

@@ -3,13 +3,13 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from dcache import cache as kv
 from dcache.attention import StatsRequest
 from dcache.errors import ConfigError
+from dcache.policies import reader
 from dcache.policies.base import (
     Policy,
     Scope,
@@ -22,9 +22,14 @@ from dcache.policies.base import (
     statistics,
 )
 
-# Where log scores lie and how far they spread, so that the network starts near them with weights of ordinary size.
+# Where KVzip's log scores lie and how far they spread, so that the network starts near them with weights of ordinary size.
 _LOCATION, _SPREAD = -6.0, 3.0
 _WINDOW = 128
+
+
+def predict(weights: Any, hidden: Array) -> Array:
+    """Log scores f32[L, B, K, S] of hidden states [B, L, S, D]."""
+    return _LOCATION + _SPREAD * reader.read(weights, hidden)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,28 +77,7 @@ class KVzap(Policy):
 
     def init(self, key: Array) -> Any:
         """Fresh weights, float32: the first prediction is the same for every token."""
-        layers, heads = self.heads
-        inner = self.hidden or self.width
-        weights = {"out": jnp.zeros((layers, inner, heads)), "bias": jnp.zeros((layers, heads))}
-        if self.hidden:
-            scale = self.width**-0.5
-            weights["in"] = jax.random.normal(key, (layers, self.width, self.hidden)) * scale
-            weights["in_bias"] = jnp.zeros((layers, self.hidden))
-        return weights
-
-    def predict(self, weights: Any, hidden: Array) -> Array:
-        """Log scores f32[L, B, K, S] of hidden states [B, L, S, D]."""
-
-        def layer(xs):
-            w, x = xs
-            x = x.astype(jnp.float32)
-            x = x - jnp.mean(x, axis=-1, keepdims=True)
-            x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
-            if self.hidden:
-                x = jax.nn.gelu(x @ w["in"] + w["in_bias"][None, None])
-            return jnp.einsum("bsf,fk->bks", x, w["out"]) + w["bias"][None, :, None]
-
-        return _LOCATION + _SPREAD * jax.lax.map(layer, (weights, hidden.swapaxes(0, 1)))
+        return reader.init(key, self.heads, self.width, self.hidden)
 
     def check_model(self, config):
         """Raises ConfigError for a model of another shape."""
@@ -108,7 +92,7 @@ class KVzap(Policy):
         """Predicts the scores of the prompt's tokens."""
         del params, tokens, continuation
         self.check_model(config)
-        return kv.with_extra(cache, "kvzap", self.predict(weights, cache.hidden))
+        return kv.with_extra(cache, "kvzap", predict(weights, cache.hidden))
 
     def scores(self, params, cache, key):
         """The prediction."""

@@ -42,5 +42,12 @@ class Smoothed(Wrapper):
 
     def scores(self, params, cache, key):
         """Pooled scores."""
-        scores = self.base.scores(params, cache, key).astype(jnp.float32)
-        return pool(scores, slot_positions(cache, self.granularity), self.kernel, self.pooling, zeros=False)
+        return self._pool(self.base.scores(params, cache, key), cache)
+
+    def scores_at(self, params, cache, budget, key):
+        """Pooled scores."""
+        return self._pool(self.base.scores_at(params, cache, budget, key), cache)
+
+    def _pool(self, scores, cache):
+        position = slot_positions(cache, self.granularity)
+        return pool(scores.astype(jnp.float32), position, self.kernel, self.pooling, zeros=False)

@@ -58,6 +58,10 @@ class Wrapper(Policy):
         """The scores of the policy inside."""
         return self.base.scores(params, cache, key)
 
+    def scores_at(self, params, cache, budget, key):
+        """The scores of the policy inside."""
+        return self.base.scores_at(params, cache, budget, key)
+
     def protects(self, cache, budget):
         """What the policy inside protects."""
         return self.base.protects(cache, budget)

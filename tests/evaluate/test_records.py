@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from conftest import LENGTH
 
+from dcache import checkpoint
 from dcache.errors import CheckpointError, ConfigError, DcacheError
 from dcache.evaluate import fidelity, records
 
@@ -121,7 +122,7 @@ def test_full_disk_keeps_what_was_written(finished, lm, prompts, arms, tmp_path,
 
 def test_weights_digest_sees_values_and_names():
     params = {"a": np.zeros(3, np.float32), "b": np.ones(3, np.float32)}
-    digest = records.weights_digest(params)
-    assert digest == records.weights_digest(jax.tree.map(np.copy, params))
-    assert digest != records.weights_digest({"b": params["a"], "c": params["b"]})
-    assert digest != records.weights_digest(jax.tree.map(lambda x: x + 1e-6, params))
+    digest = checkpoint.weights_digest(params)
+    assert digest == checkpoint.weights_digest(jax.tree.map(np.copy, params))
+    assert digest != checkpoint.weights_digest({"b": params["a"], "c": params["b"]})
+    assert digest != checkpoint.weights_digest(jax.tree.map(lambda x: x + 1e-6, params))

@@ -340,7 +340,7 @@ def test_config_defaults_are_the_papers():
     assert (config.steps, config.gamma, config.entropy_bonus, config.minimum) == (10_000, 0.99, 0.01, 32)
     assert (config.learning_rate, config.warmup_steps, config.clip_norm) == (3e-4, 500, 1.0)
     assert config.ratios == (0.5, 0.25, 0.125) and config.evict_every == 1
-    assert hash(config) == hash(DistillConfig()) and config.every == 1 and DistillConfig(evict_every=0).every == 64
+    assert hash(config) == hash(DistillConfig())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
