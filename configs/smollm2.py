@@ -19,6 +19,7 @@ Variants, after a colon (`--config=configs/smollm2.py:sequential`):
   hidden      `head` for prompts that are compressed before their question is known: it also reads hidden states, beginning with
               the network of policies/smollm2-kvzap, and the questions of its training prompts are hidden
   both        the same with the question in sight and hidden in turn
+  budget      the default at 50, 25 and 12.5%, with the budget among the network's inputs
   alpha_only, alpha_entropy
               the default with these signals only and no prior (the paper's Table 10)
   ranker      the default's network, supervised by the attention of the text to come (Table 10)
@@ -38,8 +39,8 @@ from dcache.learn.distill import DistillConfig
 from dcache.policies.distillcache import DistillCache
 from dcache.signals import EXTENDED_SIGNALS, HEAD_SIGNALS, PAPER_SIGNALS
 
-VARIANTS = ("tiny", "demo", "sequential", "head", "head_equal", "layer", "hidden", "both", "alpha_only", "alpha_entropy",
-            "ranker", "contribution", "ranking", "bonus", "paper")  # fmt: skip
+VARIANTS = ("tiny", "demo", "sequential", "head", "head_equal", "layer", "hidden", "both", "budget", "alpha_only",
+            "alpha_entropy", "ranker", "contribution", "ranking", "bonus", "paper")  # fmt: skip
 
 
 def get_config(variant: str = "") -> ConfigDict:
@@ -101,6 +102,9 @@ def get_config(variant: str = "") -> ConfigDict:
         config.learn.update(estimator="relaxed", steps=450, ratios=(0.25, 0.125))
         if reads:
             config.learn.update(question=variant, start="policies/smollm2-kvzap")
+    elif variant == "budget":
+        config.policy.update(sees_budget=True, prior=(*config.policy.prior, 0.0))
+        config.learn.ratios = (0.5, 0.25, 0.125)
     elif variant in ("alpha_only", "alpha_entropy"):
         config.policy.update(signals=("alpha",) if variant == "alpha_only" else ("alpha", "entropy"), prior=())
     elif variant == "ranker":

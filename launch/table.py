@@ -8,7 +8,8 @@ done again: the groups of methods below have results of their own, and so has ea
     --workdir=DIR          where everything goes (default: runs/table)
     --prompts=N            held-out prompts of each kind (default: 48)
     --validation=N         validation prompts of each kind for the heuristics' settings (default: 12; 0 for the defaults)
-    --policy=LABEL=PATH    a trained policy; may be given several times (default: all that lie in policies/)
+    --policy=LABEL=PATH    a trained policy; may be given several times (default: all that lie in policies/); beside an rlkv
+                           stands its control, LABEL-random, with its gates given to random heads
     --champion=LABEL       the method that is held against all others (default: distillcache-head)
     --hidden=false         leave out the evaluation with the question hidden
     --tiny                 the tiny random model and short prompts, to see it work
@@ -17,9 +18,14 @@ done again: the groups of methods below have results of their own, and so has ea
 import dataclasses
 import json
 import pathlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import common
 from absl import flags
+
+if TYPE_CHECKING:
+    from dcache.policies.base import Trained
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/table", "Where everything goes.")
 _PROMPTS = flags.DEFINE_integer("prompts", 48, "Held-out prompts of each kind.", lower_bound=1)
@@ -65,12 +71,15 @@ _GROUPS = {
 
 
 def main(argv: list[str]) -> None:
+    import jax
+
     from configs import smollm2
     from dcache import checkpoint, workdir
     from dcache.errors import ConfigError
     from dcache.evaluate import comparison, fidelity, harness
     from dcache.experiment import from_config
     from dcache.load import load
+    from dcache.policies import rlkv
 
     if len(argv) > 1:
         raise ConfigError(f"Unknown argument {argv[1]!r}; options begin with --, see --help.")
@@ -84,6 +93,8 @@ def main(argv: list[str]) -> None:
     default = [] if _TINY.value else [f"{path.name.removeprefix('smollm2-')}={path}" for path in found]
     places = harness.labelled(_POLICY.value or default)
     trained = {label: checkpoint.load_policy(place) for label, place in places.items()}
+    for label in [label for label, found in trained.items() if found.policy.name == "rlkv"]:
+        trained[f"{label}-random"] = rlkv.shuffled(trained[label], jax.random.key(0))
     folder = pathlib.Path(_WORKDIR.value)
     lm = load(experiment.model, experiment.dtype)
 
@@ -104,8 +115,8 @@ def main(argv: list[str]) -> None:
             group: {_label(name): fidelity.heuristic(name.format(**chosen)) for name in names}
             for group, names in _GROUPS.items()
         }
-        if trained:
-            groups["-".join(["trained", *trained])] = trained
+        for together in _compatible(trained):
+            groups["-".join(["trained", *together])] = together
         results = {}
         for source in ("aware", "agnostic") if _HIDDEN.value else ("aware",):
             settings = dataclasses.replace(experiment.eval, hide_question=source == "agnostic")
@@ -120,6 +131,18 @@ def main(argv: list[str]) -> None:
         workdir.atomic_write(folder / "summary.json", json.dumps(summary | {"settings": chosen}, indent=2) + "\n")
     print(text)
     print(f"Table: {folder / 'table.md'}")
+
+
+def _compatible(trained: Mapping[str, "Trained"]) -> list[dict[str, "Trained"]]:
+    """Groups that can be evaluated together: of each kind that looks at the prompt with its weights one in each."""
+    groups: list[dict[str, Trained]] = []
+    for label, found in trained.items():
+        kinds = [{other.policy.name for other in group.values() if other.policy.looks} for group in groups]
+        free = [i for i, names in enumerate(kinds) if not found.policy.looks or found.policy.name not in names]
+        if not free:
+            groups.append({})
+        groups[free[0] if free else -1][label] = found
+    return groups
 
 
 def _label(name: str) -> str:

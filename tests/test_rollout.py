@@ -27,7 +27,7 @@ students_jit = jax.jit(
     rollout.sample_students, static_argnums=(1, 2), static_argnames=("samples", "evict_every", "law", "minimum", "most")
 )
 follow_jit = jax.jit(rollout.follow, static_argnums=(1, 2), static_argnames=("evict_every", "minimum"))
-teach_jit = jax.jit(rollout.teach, static_argnums=(2, 9), static_argnames="decode")
+teach_jit = jax.jit(rollout.teach, static_argnums=(2, 9), static_argnames=("decode", "unseen"))
 TEXT = naive.some_tokens(P + T, seed=4)
 
 
@@ -244,6 +244,36 @@ def test_teach(layout):
     assert out.cache.layers.k.shape[-2] == 12 and out.cache.layers.stats.mass is not None
     for b, prompt in enumerate(prompts):
         _, alone = naive.read([prompt], config=UNTIED, pad=12)
+        for x, y in zip(jax.tree.leaves(kv.select(out.cache, jnp.int32(b))), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["stacked", "unrolled"])
+def test_teach_hidden_questions(layout):
+    params, unseen = naive.weights(UNTIED), 3
+    whole = [naive.some_tokens(12, seed=1), naive.some_tokens(9, seed=2)]
+    plain = naive.some_tokens(7, seed=3)
+    seen = [whole[0][:-unseen], whole[1][:-unseen], plain]
+    padded = np.full((3, 12), 7, np.int32)
+    for row, p in zip(padded, seen, strict=True):
+        row[: len(p)] = p
+    given = np.asarray([[*whole[0][-unseen:], 0, 0, 0], [*whole[1][-unseen:], 5, 6, 0], [1, 2, 3, 4, 0, 0]], np.int32)
+    own = greedy(params, whole[0], T - unseen)
+    # A token that ends a text also stands in the question, as chat templates do; there it ends nothing.
+    stop = np.asarray([own[1], whole[0][-1]], np.int32)
+    ends = next(i for i, token in enumerate(own) if token in stop)
+    decode_params = model.unstack(params) if layout == "unrolled" else params
+    out = teach_jit(
+        params, decode_params, UNTIED, jnp.asarray(padded), jnp.asarray([9, 6, 7], jnp.int32), jnp.asarray(given),
+        jnp.asarray([3, 5, 4], jnp.int32), jnp.asarray([True, False, False]), jnp.asarray(stop), (make("h2o"),), ((),),
+        decode=True, asked=jnp.asarray([True, True, False]), unseen=unseen,
+    )  # fmt: skip
+    np.testing.assert_array_equal(out.continuation[0], [*whole[0][-unseen:], *own])
+    np.testing.assert_array_equal(out.continuation[1:], given[1:])
+    want = [[0, 0, 1, *[1] * ends, *[0] * (T - unseen - ends)], [0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]]
+    np.testing.assert_array_equal(out.weight, want)
+    for b, prompt in enumerate(seen):  # the policies see what comes before the question
+        _, alone = naive.read([prompt], make("h2o").needs, config=UNTIED, pad=12)
         for x, y in zip(jax.tree.leaves(kv.select(out.cache, jnp.int32(b))), jax.tree.leaves(alone), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 

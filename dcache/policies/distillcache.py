@@ -207,7 +207,8 @@ class DistillCache(Policy):
         """The network's inputs f32[..., S, F]: standardised signals, then the reading and the budget's logarithm.
 
         Args:
-          budget: int32[B], tokens to keep; a quarter where nothing is given. reading: f32[L, B, K, S] in place of the one that was taken at the prefill.
+          budget: int32[B], tokens to keep; a quarter where nothing is given.
+          reading: f32[L, B, K, S] in place of the one that was taken at the prefill.
         """
         filled = signal_lib.filled(cache, self.granularity)
         columns = self._signals(cache, filled)

@@ -3,12 +3,13 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from dcache.config import ModelConfig
 from dcache.errors import ConfigError
-from dcache.policies.base import Policy, slot_positions
+from dcache.policies.base import Policy, Trained, slot_positions
 
 FULL_SHARE = (2, 5)
 """Numerator and denominator of the share of a small budget that full heads get, as tokens: 0.4."""
@@ -87,6 +88,12 @@ class RLKV(Policy):
         """All of them: a full head."""
         del budget, config
         return seen
+
+
+def shuffled(trained: Trained, key: Array) -> Trained:
+    """A trained policy with its gates given to random heads: the control that shows whether it matters which heads they are."""
+    gates = trained.params["gates"]
+    return Trained(trained.policy, {"gates": jax.random.permutation(key, gates.reshape(-1)).reshape(gates.shape)})
 
 
 def check_heads(policy: Any) -> None:

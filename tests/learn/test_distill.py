@@ -10,11 +10,14 @@ import numpy as np
 import optax
 import pytest
 
+from configs import smollm2
 from dcache import cache as kv
-from dcache import rollout, subset
+from dcache import checkpoint, rollout, subset
 from dcache.errors import ConfigError
+from dcache.experiment import from_config
 from dcache.learn import distill
 from dcache.learn.distill import DistillConfig
+from dcache.load import load
 from dcache.policies import make
 from tests import naive
 from tests.naive import TINY
@@ -277,6 +280,8 @@ def test_learns_a_strong_signal():
         ({"estimator": "relaxed", "evict_every": 2, "horizon": 8}, "evicts once"),
         ({"temperature": 0.1}, "final_temperature"), ({"final_temperature": 0.0}, "final_temperature"),
         ({"average": 1.0}, "average"),
+        ({"question": "asked", "evict_every": 0}, "'seen', 'hidden' or 'both'"),
+        ({"question": "hidden", "evict_every": 8, "horizon": 8}, "with one eviction"),
     ],
 )  # fmt: skip
 def test_config_refusals(bad, says):
@@ -317,6 +322,46 @@ def test_the_relaxed_estimator_learns(granularity, scope):
         history.append({k: float(v) for k, v in metrics.items()})
     assert min(h["kl"] for h in history[-10:]) < 0.8 * history[0]["kl"]
     assert history[0]["temperature"] == 2.0 and history[20]["temperature"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_what_reads_hidden_states_learns_at_its_own_rate(rate):
+    policy = make("distillcache", signals=("pos", "last"), hidden=8, granularity="head", scope="model",
+                  heads=(TINY.num_layers, TINY.num_kv_heads), reads=(TINY.embed_dim, 5), prior=(0.0, 0.0, 1.0))  # fmt: skip
+    config = dataclasses.replace(RELAXED, reader_rate=rate, weight_decay=0.0)
+    state = before = distill.init_state(jax.random.key(0), policy, config)
+    before = jax.tree.map(np.asarray, before.params["reader"])
+    history = []
+    for _ in range(40):
+        state, metrics = relaxed_step(policy, state, 0, config)
+        history.append(float(metrics["kl"]))
+    moved = max(
+        np.abs(x - y).max() for x, y in zip(*map(jax.tree.leaves, (before, state.params["reader"])), strict=True)
+    )
+    assert moved == 0 if rate == 0 else 0.001 < moved < 0.2
+    assert min(history[-10:]) < 0.8 * history[0]
+
+
+def test_starting_from_a_kvzap(tmp_path):
+    lm = load("tiny")
+    shape, width = (lm.config.num_layers, lm.config.num_kv_heads), lm.config.embed_dim
+    base = from_config(smollm2.get_config("tiny"))
+    zap = make("kvzap", heads=shape, width=width, hidden=5)
+    weights = jax.tree.map(lambda x: x + 0.5, zap.init(jax.random.key(3)))
+    checkpoint.save_policy(tmp_path / "zap", zap, weights, {})
+
+    def learner(reads):
+        policy = make("distillcache", signals=("pos",), granularity="head", heads=shape, reads=reads)
+        config = DistillConfig(estimator="relaxed", evict_every=0, start=str(tmp_path / "zap"))
+        return distill.Learner(dataclasses.replace(base, policy=policy, learn=config), tmp_path, lambda: lm)
+
+    made = learner((width, 5))
+    jax.tree.map(np.testing.assert_array_equal, made.init(jax.random.key(0)).params["reader"], weights)
+    assert made.identity["start"] == checkpoint.weights_digest(weights)
+    with pytest.raises(ConfigError, match="learn.start holds KVzap"):
+        learner((width, 6))
+    with pytest.raises(ConfigError, match="policy.reads is \\(\\)"):
+        learner(())
 
 
 def test_the_relaxed_loss_counts_the_tokens_of_the_text_only():

@@ -14,7 +14,7 @@ from dcache.data.prompts import Prompt
 from dcache.errors import CheckpointError, ConfigError, TrainingError
 from dcache.experiment import from_config
 from dcache.learn import distill, learner, loop
-from dcache.learn.blocks import Shuffled, make_block, training_prompts
+from dcache.learn.blocks import Shuffled, make_block, training_prompts, unseen_tokens
 from dcache.load import load
 
 TIMES = ("seconds", "tokens_per_second")
@@ -218,6 +218,37 @@ def test_blocks_are_padded_and_cut():
     np.testing.assert_array_equal(block.own, [True, False])
     np.testing.assert_array_equal(make_block(prompts, 4, 2, "teacher").own, [True, True])
     np.testing.assert_array_equal(make_block(prompts, 4, 2, "given").own, [False, False])
+
+
+def test_blocks_with_hidden_questions():
+    asking = dataclasses.replace(prompt([5, 6, 7, 1, 2], "retrieval", [8, 9, 9]), question=2)
+    plain = prompt([9, 9, 9, 9], "text", [1, 2, 3])
+    block = make_block([asking, plain], 5, 2, "given", 3)
+    np.testing.assert_array_equal(block.tokens, [[5, 6, 0, 0, 0], [9, 9, 9, 9, 0]])
+    np.testing.assert_array_equal(block.length, [2, 4])
+    np.testing.assert_array_equal(block.given, [[7, 1, 2, 8, 9], [1, 2, 0, 0, 0]])
+    np.testing.assert_array_equal(block.given_length, [5, 2])
+    np.testing.assert_array_equal(block.asked, [True, False])
+    assert block.unseen == 3 and make_block([asking], 5, 2, "given").unseen == 0
+    assert unseen_tokens([asking, plain]) == 16 and unseen_tokens([plain]) == 0
+    assert unseen_tokens([dataclasses.replace(asking, question=17)]) == 32
+    for bad, unseen, says in ((asking, 1, "its question 2"), (asking, 5, "fewer than all"),
+                              (prompt([5, 6], "retrieval", []), 1, "does not say")):  # fmt: skip
+        with pytest.raises(ConfigError, match=says):
+            make_block([bad], 5, 2, "given", unseen)
+
+
+@pytest.mark.parametrize("question", ["seen", "hidden", "both"])
+def test_questions_are_hidden_block_by_block(tmp_path, experiment, lm, question):
+    hiding = dataclasses.replace(experiment, learn=dataclasses.replace(experiment.learn, question=question))
+    made = distill.Learner(hiding, tmp_path, lambda: lm)
+    unseen = [made.block(number).unseen for number in range(4)]
+    assert [x > 0 for x in unseen] == {"seen": [False] * 4, "hidden": [True] * 4, "both": [False, True] * 2}[question]
+
+
+def test_a_run_with_hidden_questions(tmp_path, experiment, lm):
+    hiding = dataclasses.replace(experiment.learn, question="both")
+    assert loop.train(dataclasses.replace(experiment, learn=hiding), tmp_path, lm=lm).step == experiment.learn.steps
 
 
 def test_a_list_of_prompts_is_seen_evenly():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dcache.errors import ConfigError
-from dcache.learn.state import LearnConfig, optimiser
+from dcache.learn.state import LearnConfig, advance, optimiser, start
 
 # optax raises Python floats to int32 powers
 OPTAX = jax.numpy_dtype_promotion("standard")
@@ -42,6 +42,18 @@ def test_clipping_and_decay():
     with OPTAX:
         update, _ = decayed.update({"w": jnp.zeros(2)}, decayed.init(params), params)
     np.testing.assert_allclose(update["w"], -0.1 * 0.5, rtol=1e-5)
+
+
+def test_parts_of_the_weights_may_learn_more_slowly():
+    config = LearnConfig(steps=10, warmup_steps=0, learning_rate=0.1, weight_decay=0.0)
+    weights = {"net": jnp.zeros(2), "reader": {"w": jnp.zeros(2)}}
+    grads = {"net": jnp.ones(2), "reader": {"w": jnp.ones(2)}}
+    rate_jit = jax.jit(lambda state, rates: advance(state, grads, config, rates).params)
+    slow = rate_jit(start(weights, config), {"reader": jnp.float32(0.25)})
+    same = rate_jit(start(weights, config), None)
+    np.testing.assert_allclose(slow["net"], same["net"])
+    np.testing.assert_allclose(slow["reader"]["w"], 0.25 * same["reader"]["w"])
+    np.testing.assert_allclose(same["net"], -0.1, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The learned policy: size of the network, features, granularities, refusals."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from dcache import cache as kv
 from dcache import signals
 from dcache.errors import ConfigError
-from dcache.policies import make
+from dcache.policies import make, reader
 from dcache.policies.distillcache import parameter_count
 from tests import naive
 from tests.naive import TINY
@@ -177,6 +179,78 @@ def test_a_policy_with_heads_of_its_own_refuses_another_model():
     policy = make("distillcache", granularity="head", heads=(30, 3), signals=("pos",))
     with pytest.raises(ConfigError, match=f"30 layers of 3 key/value heads; the model has {HEADS[0]} of {HEADS[1]}"):
         policy.observe((), None, TINY, None, None, None)
+
+
+def reading(**settings):
+    return make("distillcache", **{"signals": ("pos", "alpha"), "granularity": "head", "scope": "model", "heads": HEADS,
+                                   "reads": (TINY.embed_dim, 6), "hidden": 8, **settings})  # fmt: skip
+
+
+def test_reading_hidden_states():
+    policy = reading()
+    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape),
+                          policy.init(jax.random.key(0)))  # fmt: skip
+    text = naive.some_tokens(48, seed=3)
+    _, cache = naive.read([text[:40]], policy.needs)
+    looked = policy.observe(params, None, TINY, cache, None, None)
+    want = np.asarray(reader.read(params["reader"], cache.hidden))
+    assert policy.looks and want.shape == kv.positions(cache).shape and np.std(want) > 0.01
+    features = np.asarray(policy.features(looked))
+    np.testing.assert_allclose(features[..., 2], want, rtol=1e-5, atol=1e-6)
+    # In training nothing is stored, and the slope reaches the network that reads.
+    fresh = policy.observe((), None, TINY, cache, None, None)
+    budget = jnp.asarray([10], jnp.int32)
+    np.testing.assert_allclose(
+        policy.differentiable_scores(params, fresh, budget), policy.scores(params, looked, None), rtol=1e-4, atol=1e-5
+    )
+    grads = jax.grad(lambda p: jnp.sum(policy.differentiable_scores(p, fresh, budget) ** 2))(params)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(grads["reader"]))
+    # The reading stays with its token; what comes later has none, and stays.
+    keep = jnp.asarray(np.random.default_rng(0).random(kv.positions(cache).shape) < 0.5)
+    smaller = naive.compact(kv.restrict(looked, policy.needs), keep, 40, 8)
+    smaller = dataclasses.replace(smaller, hidden=None)
+    _, smaller = naive.extend(naive.weights(), TINY, jnp.asarray(text[None, 40:]), smaller, jnp.int32(40))
+    position, after = np.asarray(kv.positions(smaller)), np.asarray(policy.features(smaller))
+    for index in np.ndindex(position.shape):
+        if 0 <= position[index] < 40:
+            assert after[index][2] == pytest.approx(want[(*index[:-1], position[index])], rel=1e-4, abs=1e-5)
+    np.testing.assert_array_equal(policy.protects(smaller, budget), position >= 40)
+
+
+def test_reading_refusals():
+    for bad in ({"reads": (32,)}, {"reads": (32, 0)}, {"heads": ()}):
+        with pytest.raises(ConfigError, match="reads is"):
+            reading(**bad)
+    with pytest.raises(ConfigError, match="2 weights for 3 inputs; .* pos, alpha, the reading, or none"):
+        reading(prior=(1.0, 1.0))
+    with pytest.raises(ConfigError, match=f"width 99; the model's have {TINY.embed_dim}"):
+        reading(reads=(99, 6)).check_model(TINY)
+    assert not make("distillcache").looks
+
+
+@pytest.mark.parametrize("granularity", signals.GRANULARITIES)
+def test_the_budget_as_an_input(granularity):
+    policy = make("distillcache", signals=("pos", "alpha"), granularity=granularity, sees_budget=True, hidden=8)
+    params = jax.tree.map(lambda x: x + 0.5 * jax.random.normal(jax.random.key(x.size), x.shape),
+                          policy.init(jax.random.key(0)))  # fmt: skip
+    _, cache = naive.read([naive.some_tokens(40, seed=1), naive.some_tokens(24, seed=2)], policy.needs, pad=40)
+    few, many = jnp.asarray([5, 3], jnp.int32), jnp.asarray([20, 12], jnp.int32)
+    np.testing.assert_allclose(np.asarray(policy.features(cache, few))[..., 2], -3.0)
+    np.testing.assert_allclose(np.asarray(policy.features(cache, many))[..., 2], -1.0)
+    np.testing.assert_allclose(np.asarray(policy.features(cache))[..., 2], -2.0)
+    scores = [np.asarray(policy.scores_at(params, cache, b, None)) for b in (few, many)]
+    filled = np.asarray(signals.filled(cache, granularity))
+    assert np.abs(scores[0] - scores[1])[filled].max() > 1e-3
+    # Policies around it pass the budget on.
+    wrappers = [make("protected", base=policy, first=2), make("smoothed", base=policy, kernel=1)]
+    if granularity == "head":
+        wrappers.append(make("allocated", base=policy, by="uniform"))
+    for wrapper in wrappers:
+        for budget, want in zip((few, many), scores, strict=True):
+            got = np.asarray(wrapper.scores_at(params, cache, budget, None))
+            np.testing.assert_allclose(got[filled], want[filled], rtol=1e-5, atol=1e-5)
+    with pytest.raises(ConfigError, match="hybrid: base sees the budget"):
+        make("hybrid", base=policy)
 
 
 @pytest.mark.parametrize("scope", ["head", "layer", "model"])

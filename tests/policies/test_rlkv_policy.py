@@ -19,6 +19,7 @@ from dcache.evaluate import fidelity
 from dcache.policies import make
 from dcache.policies.base import Trained, keep_set, read
 from dcache.policies.hybrid import compose
+from dcache.policies.rlkv import shuffled
 from tests import naive
 from tests.naive import TINY
 
@@ -237,3 +238,12 @@ def test_compose_save_and_load(tmp_path):
         assert got.policy == want.policy and got.policy.base == base and got.policy.matched == matched
         jax.tree.map(np.testing.assert_array_equal, got.params, want.params)
     assert dataclasses.asdict(got.policy)["base"]["hidden"] == 8
+
+
+def test_the_control_has_the_same_gates_in_random_heads():
+    gates = jnp.linspace(0.0, 1.0, 90).reshape(30, 3)
+    mixed = shuffled(Trained(make("rlkv"), {"gates": gates}), jax.random.key(0))
+    assert mixed.policy == make("rlkv") and mixed.params["gates"].shape == gates.shape
+    np.testing.assert_array_equal(np.sort(mixed.params["gates"], axis=None), gates.reshape(-1))
+    moved = np.asarray(mixed.params["gates"] != gates)
+    assert moved.mean() > 0.9
