@@ -2,8 +2,11 @@
 
 import dataclasses
 
+import jax.numpy as jnp
+
+from dcache.budget import keep_top
 from dcache.errors import ConfigError
-from dcache.policies.base import Policy, Scope, floored_counts, most_floored
+from dcache.policies.base import Policy, Scope, floored_counts, most_floored, shaped
 from dcache.policies.pyramidkv import PyramidKV, falling
 from dcache.policies.wrapper import Wrapper, check_head_level, check_ranks
 
@@ -23,11 +26,13 @@ class Allocated(Wrapper):
     "adaptive" around "pyramid" gives a layer its share and its heads what they need of it.
 
     The fixed-shape cache gives every head as many slots as one head may need: unequal budgets keep as many tokens as
-    equal ones but allocate more memory (`generate` reports it), "global" the most.
+    equal ones but allocate more memory (`generate` reports it), "global" the most. A `cap` bounds it: at 1.5, a quarter of the
+    tokens takes three eighths of the memory, and only what heads would keep beyond their cap goes to others.
 
     Attributes:
       base: whose scores are used. by: one of the four. floor: share of its own budget that each head keeps in any case
-        ("adaptive" and "global" only).
+        ("adaptive" and "global" only). cap: most that a head keeps, as a multiple of the budget ("global" only); 0 for no
+        bound.
     """
 
     name = "allocated"
@@ -36,6 +41,7 @@ class Allocated(Wrapper):
 
     by: str = "adaptive"
     floor: float = 0.2
+    cap: float = 0.0
 
     def __post_init__(self):
         super().__post_init__()
@@ -45,6 +51,10 @@ class Allocated(Wrapper):
             raise ConfigError(f"allocated: by is {self.by!r}; use one of {', '.join(_WAYS)}.")
         if not 0.0 <= self.floor <= 1.0:
             raise ConfigError(f"allocated: floor is {self.floor}; give a share in [0, 1].")
+        if self.cap and (self.cap < 1.0 or self.by != "global"):
+            raise ConfigError(
+                f"allocated: cap is {self.cap} by {self.by!r}; give a multiple of 1 or more by 'global', or 0."
+            )
 
     def allocate(self, params, cache, scores, filled, budget, protected):
         """Tokens of each head."""
@@ -53,11 +63,16 @@ class Allocated(Wrapper):
         if self.by == "pyramid":
             return falling(scores, filled, budget, protected, window=0, beta=PyramidKV.beta)
         shares = self.base.allocate(params, cache, scores, filled, budget, protected)
+        if self.cap:
+            most = jnp.floor(self.cap * budget.astype(jnp.float32) + 1e-4).astype(jnp.int32)
+            filled = keep_top(scores, filled, jnp.broadcast_to(shaped(most, "head"), filled.shape[:-1]), protected)
         return floored_counts(scores, filled, shares, protected, self.floor, _SCOPES[self.by])
 
     def most_kept(self, budget, seen, config):
         """The budget; twice that for a pyramid; what the floors of the others leave where heads share."""
         if self.by in ("uniform", "pyramid"):
             return min(seen, budget if self.by == "uniform" else 2 * budget)
-        most = self.base.most_kept(budget, seen, config)
-        return most_floored(budget, most, seen, config, _SCOPES[self.by], self.floor)
+        most = most_floored(
+            budget, self.base.most_kept(budget, seen, config), seen, config, _SCOPES[self.by], self.floor
+        )
+        return min(most, int(self.cap * budget + 1e-4)) if self.cap else most

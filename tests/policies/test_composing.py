@@ -345,6 +345,29 @@ def test_global(kind, floor):
         assert got.sum(-1).max() <= policy.most_kept(budget, count, TINY)
 
 
+@pytest.mark.parametrize("cap", [1.0, 1.25, 2.0, 100.0])
+def test_cap(cap):
+    policy = make("allocated", base=make("keydiff"), by="global", floor=0.1, cap=cap)
+    free = dataclasses.replace(policy, cap=0.0)
+    scores = jax.random.normal(KEY, (7, 2, K, 200)) + jnp.arange(7, dtype=jnp.float32)[:, None, None, None]
+    filled = jnp.broadcast_to(jnp.arange(200) < 180, scores.shape)
+    budget, config = jnp.asarray([40, 13], jnp.int32), dataclasses.replace(TINY, num_layers=7)
+    capped, wanted = (np.asarray(p.allocate((), None, scores, filled, budget, None)) for p in (policy, free))
+    for b, size in enumerate((40, 13)):
+        most = policy.most_kept(size, 180, config)
+        assert most == min(free.most_kept(size, 180, config), int(cap * size))
+        assert capped[:, b].sum() == 7 * K * size and capped[:, b].max() <= most
+        # The best tokens of all heads, none of which gives more than its cap.
+        eligible = np.sort(np.asarray(scores)[:, b, :, :180], -1)[..., ::-1][..., : int(cap * size)]
+        safe = int(0.1 * size)
+        rest = np.sort(eligible[..., safe:], axis=None)[::-1][7 * K * (size - safe) - 1]
+        np.testing.assert_array_equal(capped[:, b], safe + (eligible[..., safe:] >= rest).sum(-1))
+    if cap == 1.0:
+        assert (capped == np.asarray(budget)[None, :, None]).all()
+    if cap == 100.0:
+        np.testing.assert_array_equal(capped, wanted)
+
+
 @pytest.mark.parametrize("way", ["uniform", "pyramid", "adaptive", "global"])
 def test_budgets_sum_to_the_budget(way):
     """On many layers, with protection that a pyramid's last layers would not have room for."""
@@ -371,6 +394,7 @@ def test_budgets_sum_to_the_budget(way):
     ("settings", "message"),
     [
         ({"by": "fair"}, "by is 'fair'; use one of uniform, pyramid, adaptive, global"), ({"floor": 1.5}, "floor is 1.5"),
+        ({"cap": 0.5, "by": "global"}, "cap is 0.5"), ({"cap": 2.0, "by": "adaptive"}, "cap is 2.0 by 'adaptive'"),
         ({"base": make("tova")}, "allocated: tova decides per layer"),
         ({"base": make("criticalkv")}, r"criticalkv\(allocated\("),
     ],
