@@ -25,3 +25,10 @@ def kept_tokens(policy, cache, budget, sequence, count):
 def grouped(x):
     """[L, N, T] -> mean over the query heads of a key/value head, [L, K, T]."""
     return x.reshape(L, K, G, -1).mean(2)
+
+
+def fixed_tokens(policy, count, prompt):
+    """bool[count]: first, last and outermost tokens of the prompt."""
+    t = np.arange(count)
+    ends = ((t < policy.boundaries) | (t >= prompt - policy.boundaries)) & (t < prompt)
+    return (t < policy.first) | (t >= count - policy.last) | ends
