@@ -19,9 +19,10 @@ from dcache import budget, checkpoint, signals
 from dcache.errors import ConfigError
 from dcache.policies.base import Trained
 from dcache.policies.distillcache import DistillCache, ScoreNet
+from dcache.policies.reader import EPSILON
 from dcache.workdir import atomic_write
 
-FORMAT, VERSION = "dcache-policy", 1
+FORMAT, VERSION = "dcache-policy", 2
 WEIGHTS, DESCRIPTION = "weights.safetensors", "policy.json"
 _GRANULARITIES = ("sequence", "head")
 
@@ -64,8 +65,12 @@ def export(source: str | os.PathLike[str], directory: str | os.PathLike[str]) ->
 
 def check(trained: Trained) -> None:
     """Raises ConfigError if a policy is of a kind that cannot be exported."""
-    policy = trained.policy
+    policy: Any = trained.policy
     if policy.name == DistillCache.name and policy.granularity in _GRANULARITIES:
+        if policy.sees_budget:
+            raise ConfigError(
+                "The policy sees the budget, which the exported form does not know; export one that does not."
+            )
         return
     given = f"{policy.name!r} with granularity {policy.granularity!r}"
     raise ConfigError(
@@ -78,7 +83,8 @@ def tensors(trained: Trained) -> dict[str, np.ndarray]:
     """The weights under plain names, float32; matrices are [outputs, inputs].
 
     `linear.<i>.weight`, `linear.<i>.bias`, `norm.<i>.weight`, `norm.<i>.bias` of the hidden layers, `score.weight`,
-    `score.bias`, and with terms of each head `heads.code` [L, K, C], `heads.slope` [L, K, F], `heads.offset` [L, K].
+    `score.bias`, and with terms of each head `heads.code` [L, K, C], `heads.slope` [L, K, F], `heads.offset` [L, K]. Of what
+    reads hidden states `reader.in` [L, U, D], `reader.in_bias` [L, U], `reader.out` [L, K, U], `reader.bias` [L, K].
     """
     tree = jax.tree.map(np.asarray, trained.params["params"])
     count = trained.policy.net.layers  # type: ignore[attr-defined]
@@ -91,6 +97,10 @@ def tensors(trained: Trained) -> dict[str, np.ndarray]:
     found["score.weight"] = tree[f"Dense_{count}"]["kernel"].T
     found["score.bias"] = tree[f"Dense_{count}"]["bias"]
     found |= {f"heads.{name}": tree[name] for name in ("code", "slope", "offset") if name in tree}
+    if "reader" in trained.params:
+        reader = jax.tree.map(np.asarray, trained.params["reader"])
+        found |= {f"reader.{name}": reader[name].swapaxes(1, 2) for name in ("in", "out")}
+        found |= {f"reader.{name}": reader[name] for name in ("in_bias", "bias")}
     # The file format stores memory as it lies: a transposed view would be written untransposed.
     return {name: np.ascontiguousarray(value, np.float32) for name, value in found.items()}
 
@@ -118,13 +128,23 @@ def describe(trained: Trained, source: Mapping[str, Any]) -> dict[str, Any]:
         ],
         "prior": list(policy.prior),
         "network": {
-            "inputs": len(policy.signals) + (ScoreNet.CODE if policy.heads else 0),
+            "inputs": policy.inputs + (ScoreNet.CODE if policy.heads else 0),
             "hidden": policy.hidden,
             "layers": policy.layers,
             "each_layer": ["linear", "layernorm", "relu"],
             "layernorm_epsilon": nn.LayerNorm().epsilon,
             "code": ScoreNet.CODE if policy.heads else 0,
         },
+        # One network per layer; its output is the input after the signals, not standardised.
+        "reader": {
+            "inputs": "hidden states that enter the layer's attention, (x - mean) / sqrt(variance + epsilon) over D",
+            "epsilon": EPSILON,
+            "width": policy.reads[0],
+            "hidden": policy.reads[1],
+            "activation": "gelu, tanh approximation",
+        }
+        if policy.reads
+        else None,
         "constants": {
             "window": signals.WINDOW,
             "near": signals.NEAR,
@@ -138,11 +158,11 @@ def describe(trained: Trained, source: Mapping[str, Any]) -> dict[str, Any]:
             "constant": "0 where the deviation is at most 1e-6 * max(|mean|, 1e-6)",
         },
         "axes": {
-            "legend": "L layer, K key/value head, S token, F signal, C code",
+            "legend": "L layer, K key/value head, S token, F signal or reading, C code",
             "features": "L K S F" if policy.granularity == "head" else "S F",
             "heads": "L K",
             "matrices": "outputs inputs",
-            "network_inputs": "F signals, then C code",
+            "network_inputs": "F signals (and the reading), then C code",
         },
         "source": dict(source),
     }

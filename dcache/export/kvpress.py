@@ -30,7 +30,7 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor
 from transformers import QuantizedCache
 
-VERSION = 1
+VERSION = 2
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Phi3ForCausalLM")
 _QUERY_BLOCK = 128
 
@@ -43,6 +43,7 @@ class LayerStatistics:
       mass: f32[B, N, S], sum over queries of the attention. last: of the last query. window: sum over the last queries.
       rows: f32[B, W, S], attention of the last W queries, mean over heads.
       value_norm: f32[B, K, S]. distinct: f32[B, K, S], minus the cosine of each key and the mean unit key of its head.
+      reading: f32[B, K, S], what the policy reads from the hidden states; 0 if it reads nothing.
     """
 
     mass: Tensor
@@ -51,6 +52,7 @@ class LayerStatistics:
     rows: Tensor
     value_norm: Tensor
     distinct: Tensor
+    reading: Tensor
 
 
 class ExportedPolicy:
@@ -87,6 +89,7 @@ class ExportedPolicy:
         self._prior: list[float] = description["prior"]
         self._layer_reduce: str = description["layer_reduce"]
         self._network: dict[str, Any] = description["network"]
+        self.reader: dict[str, Any] | None = description["reader"]
         self._weights: dict[str, Tensor] = load_tensors(raw)
         names = {signal["name"] for signal in self.signals}
         # Attention of all queries is taken only if a signal needs it.
@@ -96,7 +99,7 @@ class ExportedPolicy:
         self.tail: int = max(self.constants["window"], self.constants["entropy_queries"])
 
     def features(self, statistics: LayerStatistics) -> Tensor:
-        """Standardised signals: f32[B, S, F], or f32[L, B, K, S, F] at granularity "head"."""
+        """Standardised signals, and the reading: f32[B, S, F], or f32[L, B, K, S, F] at granularity "head"."""
         layers, batch, heads, tokens = statistics.value_norm.shape
         columns = []
         for signal in self.signals:
@@ -110,7 +113,19 @@ class ExportedPolicy:
             else:
                 value = unpooled(standardised(pooled(value, self.scope)), self.scope, value.shape)
             columns.append(value)
+        if self.reader:
+            columns.append(statistics.reading)
         return torch.stack(columns, dim=-1)
+
+    def reading(self, layer: int, hidden: Tensor) -> Tensor:
+        """What a layer's network reads: hidden states [B, S, D] -> f32[B, K, S]."""
+        assert self.reader is not None
+        w = {
+            name: self._weights[f"reader.{name}"][layer].to(hidden.device) for name in ("in", "in_bias", "out", "bias")
+        }
+        x = F.layer_norm(hidden.float(), hidden.shape[-1:], eps=self.reader["epsilon"])
+        x = F.gelu(F.linear(x, w["in"], w["in_bias"]), approximate="tanh")
+        return F.linear(x, w["out"], w["bias"]).transpose(1, 2)
 
     def scores(self, features: Tensor) -> Tensor:
         """Scores of features f32[..., S, F]: f32[..., S], higher = keep."""
@@ -244,12 +259,12 @@ def standardised(x: Tensor) -> Tensor:
 
 
 def layer_statistics(
-    queries: Tensor, keys: Tensor, values: Tensor, policy: ExportedPolicy, scale: float
+    queries: Tensor, keys: Tensor, values: Tensor, policy: ExportedPolicy, scale: float, reading: Tensor | None = None
 ) -> LayerStatistics:
     """The statistics of one layer, whose causal attention is taken again, block of queries by block of queries.
 
     Args:
-      queries: [B, N, S, H], rotated. keys, values: [B, K, S, H], keys rotated.
+      queries: [B, N, S, H], rotated. keys, values: [B, K, S, H], keys rotated. reading: f32[B, K, S] or None.
     """
     batch, heads, tokens, width = queries.shape
     q = queries.float().unflatten(1, (keys.shape[1], -1))  # [B, K, G, S, H]
@@ -271,6 +286,7 @@ def layer_statistics(
         rows=tail.mean(1),
         value_norm=values.float().norm(dim=-1),
         distinct=-torch.einsum("bksh,bkh->bks", unit, F.normalize(unit.sum(2), dim=-1)),
+        reading=torch.zeros_like(keys[..., 0], dtype=torch.float32) if reading is None else reading,
     )
 
 
@@ -325,6 +341,10 @@ class DistillCachePress(BasePress):
                 f"The policy has learned terms for {self.policy.heads[0]} layers of {self.policy.heads[1]} key/value heads; "
                 f"the model has {shape[0]} of {shape[1]}. Train one for it, or use a policy without such terms."
             )
+        if self.policy.reader and self.policy.reader["width"] != config.hidden_size:
+            raise ValueError(
+                f"The policy reads hidden states of width {self.policy.reader['width']}; the model's have {config.hidden_size}."
+            )
         if self.policy.scope != "head" and config._attn_implementation == "eager":
             raise ValueError(
                 "The policy's heads share budgets, and kvpress cannot hide tokens from eager attention; load the model with "
@@ -345,7 +365,9 @@ class DistillCachePress(BasePress):
             )
         queries = rotate(get_prerope_query_states(module, hidden_states), *kwargs["position_embeddings"])
         scale = 1.0 / math.sqrt(queries.shape[-1])
-        self._statistics[module.layer_idx] = layer_statistics(queries, keys, values, self.policy, scale)
+        with torch.no_grad():
+            reading = self.policy.reading(module.layer_idx, hidden_states) if self.policy.reader else None
+        self._statistics[module.layer_idx] = layer_statistics(queries, keys, values, self.policy, scale, reading)
         self._modules[module.layer_idx] = module
         if len(self._statistics) < config.num_hidden_layers:
             return keys, values

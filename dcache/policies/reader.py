@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+EPSILON = 1e-6
+
 
 def init(key: Array, heads: tuple[int, ...], width: int, hidden: int) -> Any:
     """Fresh weights, float32: the first output is 0 for every token.
@@ -28,7 +30,7 @@ def read(weights: Any, hidden: Array) -> Array:
         w, x = xs
         x = x.astype(jnp.float32)
         x = x - jnp.mean(x, axis=-1, keepdims=True)
-        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPSILON)
         if "in" in w:
             x = jax.nn.gelu(x @ w["in"] + w["in_bias"][None, None])
         return jnp.einsum("bsf,fk->bks", x, w["out"]) + w["bias"][None, :, None]

@@ -1,6 +1,7 @@
 """Checks the press on random PyTorch models; `tests/export/test_export.py` runs it where torch is.
 
-python tests/export/check_press.py <exported policies: sequence, head, head with terms for 30 layers of 3, shared budgets>
+python tests/export/check_press.py <exported policies: sequence, head, head with terms for 30 layers of 3, shared budgets,
+shared budgets and hidden states, hidden states of another width>
 """
 
 import importlib.util
@@ -80,7 +81,7 @@ def check_statistics(path: str, tokens: torch.Tensor) -> None:
         assert len(taken) == LAYERS
 
 
-def main(sequence: str, head: str, other: str, shared: str) -> None:
+def main(sequence: str, head: str, other: str, shared: str, reading: str, wider: str) -> None:
     tokens = torch.randint(0, 50, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     check_statistics(sequence, tokens)
     model, count = make("Llama", "sdpa"), 37  # a quarter of 150
@@ -108,7 +109,7 @@ def main(sequence: str, head: str, other: str, shared: str) -> None:
         hidden[layer.self_attn.masked_key_indices] = True
         assert hidden.eq(~press.kept[i]).all()
 
-    for path in (sequence, head, shared):  # the sequences of a batch do not see each other
+    for path in (sequence, head, shared, reading):  # the sequences of a batch do not see each other
         both, alone = DistillCachePress(path), DistillCachePress(path)
         prefill(both, model, tokens)
         prefill(alone, model, tokens[1:])
@@ -126,6 +127,9 @@ def main(sequence: str, head: str, other: str, shared: str) -> None:
 
     refuses("learned terms for 30 layers of 3", prefill, DistillCachePress(other), model, tokens)
     refuses("attn_implementation='sdpa'", prefill, DistillCachePress(shared), make("Llama", "eager"), tokens)
+    misfit = DistillCachePress(wider)
+    misfit.policy.heads = ()  # the layers and heads are refused first
+    refuses("hidden states of width 576; the model's have 48", prefill, misfit, model, tokens)
     refuses("compression_ratio is 1.0", DistillCachePress, sequence, 1.0)
     refuses("holds no exported policy", ExportedPolicy, "nowhere")
     windowed = make("Mistral", "sdpa")

@@ -20,7 +20,7 @@ from dcache.checkpoint import load_policy, save_policy
 from dcache.errors import CheckpointError, ConfigError
 from dcache.export.files import check, export
 from dcache.load import find_directory
-from dcache.policies import Trained, make
+from dcache.policies import Trained, make, reader
 from dcache.policies.base import keep_set, read, spread
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -28,6 +28,7 @@ GOLDEN = ROOT / "tests" / "golden" / "export_keepsets.npz"
 SHIPPED = {
     "sequence": ROOT / "policies" / "smollm2-distillcache",
     "head": ROOT / "policies" / "smollm2-distillcache-head",
+    "both": ROOT / "policies" / "smollm2-distillcache-both",
 }
 KEPT = 128  # 25% of 512, per layer and head
 TORCH = os.environ.get("DCACHE_TORCH_PYTHON")
@@ -77,9 +78,24 @@ def assert_same_scores(trained, folder):
     policy = trained.policy
     layers, heads = policy.heads or (2, 3)
     leading = (1,) if policy.granularity == "sequence" else (layers, 1, heads)
-    features = np.random.default_rng(1).normal(size=(*leading, 9, len(policy.signals))).astype(np.float32)
+    features = np.random.default_rng(1).normal(size=(*leading, 9, policy.inputs)).astype(np.float32)
     want = np.asarray(policy.scores_of(trained.params, jnp.asarray(features)))
     np.testing.assert_allclose(numpy_scores(folder, features), want, rtol=1e-5, atol=1e-5)
+    if policy.reads:
+        hidden = np.random.default_rng(2).normal(size=(1, layers, 9, policy.reads[0])).astype(np.float32)
+        want = np.asarray(reader.read(trained.params["reader"], jnp.asarray(hidden)))[:, 0]
+        np.testing.assert_allclose(numpy_reading(folder, hidden[0]), want, rtol=1e-5, atol=2e-5)
+
+
+def numpy_reading(folder, hidden):
+    """What the files say is read from hidden states [L, S, D], in float64: [L, K, S]."""
+    description, weights = read_files(folder)
+    w = {name.removeprefix("reader."): value.astype(np.float64) for name, value in weights.items() if "reader" in name}
+    x = hidden.astype(np.float64)
+    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + description["reader"]["epsilon"])
+    x = np.einsum("lsd,lud->lsu", x, w["in"]) + w["in_bias"][:, None]
+    x = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return np.einsum("lsu,lku->lks", x, w["out"]) + w["bias"][:, :, None]
 
 
 @pytest.mark.parametrize("label", SHIPPED)
@@ -87,7 +103,7 @@ def test_command_and_a_reader_in_numpy(label, tmp_path):
     command = [sys.executable, "launch/export.py", f"--policy={SHIPPED[label]}", f"--out={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert f"one decision per {label}" in done.stdout
+    assert f"one decision per {'head' if label == 'both' else label}" in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["policy.json", "weights.safetensors"]
     trained = load_policy(SHIPPED[label])
     assert_same_scores(trained, tmp_path)
@@ -107,6 +123,7 @@ def test_command_and_a_reader_in_numpy(label, tmp_path):
         dict(signals=("alpha", "pos"), hidden=4, logs=False, layer_reduce="max", prior=(0.5, -1.0)),
         dict(signals=("alpha", "entropy", "last_near"), granularity="head", scope="layer", hidden=4, prior=(1.0, 2.0, 3.0)),
         dict(signals=("alpha", "window_max"), granularity="head", heads=(3, 2), hidden=4),
+        dict(signals=("alpha", "pos"), granularity="head", heads=(3, 2), hidden=4, reads=(20, 5), prior=(1.0, 2.0, 3.0)),
     ],
 )  # fmt: skip
 def test_settings_round_trip(settings, tmp_path):
@@ -129,6 +146,9 @@ def test_refusals(tmp_path):
     with pytest.raises(ConfigError, match="'snapkv'.*what can be exported is 'distillcache'"):
         check(Trained(make("snapkv"), ()))
     assert not (tmp_path / "out").exists()
+    saved(tmp_path / "seeing", sees_budget=True, hidden=4)
+    with pytest.raises(ConfigError, match="sees the budget"):
+        export(tmp_path / "seeing", tmp_path / "out")
     saved(tmp_path / "own", hidden=4)
     before = (tmp_path / "own" / "policy.json").read_bytes()
     with pytest.raises(ConfigError, match="export into another one"):
@@ -210,5 +230,11 @@ def test_press_on_random_models(exported, tmp_path):
     saved(tmp_path / "shared", hidden=4, signals=signals.HEAD_SIGNALS, **shared)
     for name in ("equal", "shared"):
         export(tmp_path / name, tmp_path / f"{name}-out")
-    policies = exported / "sequence", tmp_path / "equal-out", exported / "head", tmp_path / "shared-out"
+    reading = dict(shared, reads=(48, 5))
+    saved(tmp_path / "reading", hidden=4, signals=signals.HEAD_SIGNALS, **reading)
+    export(tmp_path / "reading", tmp_path / "reading-out")
+    policies = (
+        *(exported / "sequence", tmp_path / "equal-out", exported / "head", tmp_path / "shared-out"),
+        *(tmp_path / "reading-out", exported / "both"),
+    )
     torch_run("check_press.py", *policies)
