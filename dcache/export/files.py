@@ -115,6 +115,8 @@ def describe(trained: Trained, source: Mapping[str, Any]) -> dict[str, Any]:
         "paper": policy.paper,
         "granularity": policy.granularity,
         "scope": policy.scope,
+        # Most that one head keeps, as a multiple of the budget, where heads share it; 0 for no bound.
+        "cap": policy.cap,
         "heads": list(policy.heads),
         "layer_reduce": policy.layer_reduce,
         # In the order of the network's inputs. Those of "sequence" are one value per token for all layers and heads.

@@ -83,6 +83,7 @@ class ExportedPolicy:
             raise ValueError(f"{str(path)!r} holds weights of another export than its policy.json; export it again.")
         self.granularity: str = description["granularity"]
         self.scope: str = description["scope"]
+        self.cap: float = description["cap"]
         self.heads: tuple[int, ...] = tuple(description["heads"])
         self.signals: list[dict[str, Any]] = description["signals"]
         self.constants: dict[str, Any] = description["constants"]
@@ -148,7 +149,11 @@ class ExportedPolicy:
 
     def kept(self, scores: Tensor, count: int) -> Tensor:
         """bool of the shape of the scores: the best, `count` for each keep-set (on average, where heads share budgets)."""
-        shared = pooled(scores, self.scope)
+        own = scores
+        if self.cap:
+            place = torch.sort(scores, dim=-1, descending=True, stable=True).indices.argsort(-1)
+            own = scores.masked_fill(place >= int(self.cap * count + 1e-4), -torch.inf)
+        shared = pooled(own, self.scope)
         order = torch.sort(shared, dim=-1, descending=True, stable=True).indices
         best = order[..., : count * (shared.shape[-1] // scores.shape[-1])]
         keep = torch.zeros_like(shared, dtype=torch.bool).scatter_(-1, best, True)

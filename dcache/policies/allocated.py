@@ -2,11 +2,8 @@
 
 import dataclasses
 
-import jax.numpy as jnp
-
-from dcache.budget import keep_top
 from dcache.errors import ConfigError
-from dcache.policies.base import Policy, Scope, floored_counts, most_floored, shaped
+from dcache.policies.base import Policy, Scope, best_of_each, check_cap, floored_counts, most_capped, most_floored
 from dcache.policies.pyramidkv import PyramidKV, falling
 from dcache.policies.wrapper import Wrapper, check_head_level, check_ranks
 
@@ -51,10 +48,7 @@ class Allocated(Wrapper):
             raise ConfigError(f"allocated: by is {self.by!r}; use one of {', '.join(_WAYS)}.")
         if not 0.0 <= self.floor <= 1.0:
             raise ConfigError(f"allocated: floor is {self.floor}; give a share in [0, 1].")
-        if self.cap and (self.cap < 1.0 or self.by != "global"):
-            raise ConfigError(
-                f"allocated: cap is {self.cap} by {self.by!r}; give a multiple of 1 or more by 'global', or 0."
-            )
+        check_cap(self, self.by == "global")
 
     def allocate(self, params, cache, scores, filled, budget, protected):
         """Tokens of each head."""
@@ -64,8 +58,7 @@ class Allocated(Wrapper):
             return falling(scores, filled, budget, protected, window=0, beta=PyramidKV.beta)
         shares = self.base.allocate(params, cache, scores, filled, budget, protected)
         if self.cap:
-            most = jnp.floor(self.cap * budget.astype(jnp.float32) + 1e-4).astype(jnp.int32)
-            filled = keep_top(scores, filled, jnp.broadcast_to(shaped(most, "head"), filled.shape[:-1]), protected)
+            filled = best_of_each(scores, filled, budget, protected, self.cap)
         return floored_counts(scores, filled, shares, protected, self.floor, _SCOPES[self.by])
 
     def most_kept(self, budget, seen, config):
@@ -75,4 +68,4 @@ class Allocated(Wrapper):
         most = most_floored(
             budget, self.base.most_kept(budget, seen, config), seen, config, _SCOPES[self.by], self.floor
         )
-        return min(most, int(self.cap * budget + 1e-4)) if self.cap else most
+        return min(most, most_capped(budget, self.cap)) if self.cap else most

@@ -264,6 +264,25 @@ def shared_counts(scores: Array, filled: Array, budget: Array, safe: Array | Non
     return jnp.sum(unpooled(best, scores.shape, scope), axis=-1, dtype=jnp.int32)
 
 
+def most_capped(budget: int, cap: float) -> int:
+    """Most tokens of one head under a cap, a multiple of the budget."""
+    return int(cap * budget + 1e-4)
+
+
+def best_of_each(scores: Array, filled: Array, budget: Array, protected: Array | None, cap: float) -> Array:
+    """bool[L, B, K, S]: the best tokens of each head, as many as `cap` allows, a multiple of the budget (int32[B])."""
+    most = jnp.floor(cap * budget.astype(jnp.float32) + 1e-4).astype(jnp.int32)
+    return budgets.keep_top(scores, filled, jnp.broadcast_to(shaped(most, "head"), filled.shape[:-1]), protected)
+
+
+def check_cap(policy: Any, shares: bool) -> None:
+    """Raises ConfigError if a policy's cap is below 1, or is set though its heads share no budget."""
+    if policy.cap and (policy.cap < 1.0 or not shares):
+        raise ConfigError(
+            f"{policy.name}: cap is {policy.cap}; give a multiple of 1 or more where heads of all layers share a budget, or 0."
+        )
+
+
 def floored_counts(
     scores: Array, filled: Array, budget: Array, protected: Array | None, floor: float, scope: Scope
 ) -> Array:  # fmt: skip

@@ -16,9 +16,12 @@ from dcache.policies import reader
 from dcache.policies.base import (
     Policy,
     Scope,
+    best_of_each,
+    check_cap,
     check_granularity,
     check_scope,
     later,
+    most_capped,
     most_shared,
     per_kv_head,
     pooled,
@@ -76,6 +79,8 @@ class DistillCache(Policy):
       granularity: "sequence" as in the paper, "layer" or "head".
       scope: whose tokens compete for one budget, "head" (each head has its own), "layer" or "model". Signals are standardised
         over the tokens that compete.
+      cap: where all heads of the model share a budget, most that one head keeps, as a multiple of the budget; it bounds the
+        memory of a cache with as many slots for every head. 0 for no bound. Training does not apply it.
       heads: (L, K) of the model, if every head is to have learned terms of its own (granularity "head"; the policy then
         fits models of that shape only); () for none.
       reads: (D of the model, units) of a further network per layer that reads the hidden states of the prompt, as KVzap does
@@ -97,6 +102,7 @@ class DistillCache(Policy):
     signals: tuple[str, ...] = signal_lib.EXTENDED_SIGNALS
     granularity: signal_lib.Granularity = "sequence"  # type: ignore[misc]
     scope: Scope = "head"
+    cap: float = 0.0
     heads: tuple[int, ...] = ()
     reads: tuple[int, ...] = ()
     sees_budget: bool = False
@@ -110,6 +116,7 @@ class DistillCache(Policy):
         signal_lib.check_names(self.signals)
         check_granularity(self)
         check_scope(self)
+        check_cap(self, self.scope == "model")
         if self.heads and (self.granularity != "head" or len(self.heads) != 2):
             raise ConfigError(
                 f"distillcache: heads is {self.heads} with granularity {self.granularity!r}; give (layers, key/value heads "
@@ -270,11 +277,14 @@ class DistillCache(Policy):
     def allocate(self, params, cache, scores, filled, budget, protected):
         """By the scores of all that compete."""
         equal = super().allocate(params, cache, scores, filled, budget, protected)
+        if self.cap:
+            filled = best_of_each(scores, filled, budget, protected, self.cap)
         return equal if self.scope == "head" else shared_counts(scores, filled, equal, protected, self.scope)
 
     def most_kept(self, budget, seen, config):
-        """All tokens of a head, if those that share its budget keep none."""
-        return most_shared(budget, seen, config, self.scope)
+        """All tokens of a head, if those that share its budget keep none; no more than the cap."""
+        most = most_shared(budget, seen, config, self.scope)
+        return min(most, most_capped(budget, self.cap)) if self.cap else most
 
 
 def parameter_count(params: Any) -> int:

@@ -104,6 +104,7 @@ def main(sequence: str, head: str, other: str, shared: str, reading: str, wider:
     press = DistillCachePress(shared)
     prefill(press, model, tokens)
     assert press.kept.sum((0, 2, 3)).eq(LAYERS * KV_HEADS * count).all() and press.kept.sum(3).ne(count).any()
+    assert press.kept.sum(3).max() == int(1.2 * count)
     for i, layer in enumerate(model.model.layers):
         hidden = torch.zeros_like(press.kept[i])
         hidden[layer.self_attn.masked_key_indices] = True

@@ -111,7 +111,7 @@ def test_budgets_sum_to_the_budget(way):
     ("settings", "message"),
     [
         ({"by": "fair"}, "by is 'fair'; use one of uniform, pyramid, adaptive, global"), ({"floor": 1.5}, "floor is 1.5"),
-        ({"cap": 0.5, "by": "global"}, "cap is 0.5"), ({"cap": 2.0, "by": "adaptive"}, "cap is 2.0 by 'adaptive'"),
+        ({"cap": 0.5, "by": "global"}, "cap is 0.5"), ({"cap": 2.0, "by": "adaptive"}, "cap is 2.0; .* all layers"),
         ({"base": make("tova")}, "allocated: tova decides per layer"),
         ({"base": make("criticalkv")}, r"criticalkv\(allocated\("),
     ],

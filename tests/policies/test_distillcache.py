@@ -14,6 +14,7 @@ from dcache.policies import make, reader
 from dcache.policies.distillcache import parameter_count
 from tests import naive
 from tests.naive import TINY
+from tests.policies.helpers import keep_jit
 
 
 def test_parameter_count():
@@ -179,6 +180,26 @@ def test_a_policy_with_heads_of_its_own_refuses_another_model():
     policy = make("distillcache", granularity="head", heads=(30, 3), signals=("pos",))
     with pytest.raises(ConfigError, match=f"30 layers of 3 key/value heads; the model has {HEADS[0]} of {HEADS[1]}"):
         policy.observe((), None, TINY, None, None, None)
+
+
+def test_a_cap_bounds_each_head():
+    policy = make("distillcache", granularity="head", scope="model", heads=HEADS, signals=("alpha", "vnorm"), cap=1.2)
+    params = jax.tree.map(
+        lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape), policy.init(jax.random.key(0))
+    )
+    _, cache = naive.read([naive.some_tokens(40, seed=1), naive.some_tokens(24, seed=2)], policy.needs, pad=40)
+    budget = jnp.asarray([12, 8], jnp.int32)
+    keep = np.asarray(keep_jit(policy, params, cache, budget, jax.random.key(0)))
+    same = make("allocated", base=dataclasses.replace(policy, cap=0.0), by="global", floor=0.0, cap=1.2)
+    np.testing.assert_array_equal(keep, keep_jit(same, params, cache, budget, jax.random.key(0)))
+    free = np.asarray(keep_jit(dataclasses.replace(policy, cap=0.0), params, cache, budget, jax.random.key(0)))
+    for b, size in enumerate((12, 8)):
+        assert keep[:, b].sum() == free[:, b].sum() == size * HEADS[0] * HEADS[1]
+        assert keep[:, b].sum(-1).max() == policy.most_kept(size, 40, TINY) == int(1.2 * size)
+        assert free[:, b].sum(-1).max() > int(1.2 * size)
+    for bad in ({"cap": 0.5}, {"scope": "layer"}, {"scope": "head"}):
+        with pytest.raises(ConfigError, match="cap is"):
+            dataclasses.replace(policy, **bad)
 
 
 def reading(**settings):
