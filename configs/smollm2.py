@@ -12,8 +12,8 @@ Variants, after a colon (`--config=configs/smollm2.py:sequential`):
   tiny        the real code on a random model of 2 layers, in seconds
   demo        fewer steps, what `make demo` trains
   sequential  eviction every 8 of 32 tokens on the model's own continuation, 500 steps
-  head        every layer and head keeps tokens of its own, one budget for all of them, none more than 1.5 times its share;
-              trained through relaxed keep-sets at 25 and 12.5% (docs/experiments.md, 10, 15)
+  head        every layer and head keeps tokens of its own, one budget for all of them; trained through relaxed keep-sets
+              at 25 and 12.5% (docs/experiments.md, 10)
   head_equal  the same with the same budget for every head, as a fixed-shape cache needs it to save memory
   layer       the same with one keep-set for the heads of a layer
   hidden      `head` for prompts that are compressed before their question is known: it also reads hidden states, beginning with
@@ -89,12 +89,12 @@ def get_config(variant: str = "") -> ConfigDict:
         config.learn.update(steps=500, horizon=32, evict_every=8, samples=8)
         config.eval.update(horizon=32, evict_every=8)
     elif variant in ("head", "head_equal", "layer", "hidden", "both"):
-        reads, shared = variant in ("hidden", "both"), variant in ("head", "hidden", "both")
+        reads = variant in ("hidden", "both")
         head_prior = {"window_max": 1.0, "alpha": 0.5, "last_max_near": 0.5, "last_upper_near": 1.0,
                       "last_max_upper_near": 0.5, "window_mean_upper_near": 0.5}  # fmt: skip
         policy = DistillCache(
             signals=HEAD_SIGNALS, granularity="layer" if variant == "layer" else "head", hidden=64,
-            scope="model" if shared else "head", cap=1.5 if shared else 0.0, heads=() if variant == "layer" else (30, 3),
+            scope="head" if variant in ("head_equal", "layer") else "model", heads=() if variant == "layer" else (30, 3),
             prior=tuple(0.0 if variant == "hidden" else head_prior.get(name, 0.0) for name in HEAD_SIGNALS) + (3.0,) * reads,
             reads=(576, 72) if reads else (),
         )  # fmt: skip

@@ -23,8 +23,8 @@ class Allocated(Wrapper):
     "adaptive" around "pyramid" gives a layer its share and its heads what they need of it.
 
     The fixed-shape cache gives every head as many slots as one head may need: unequal budgets keep as many tokens as
-    equal ones but allocate more memory (`generate` reports it), "global" the most. A `cap` bounds it: at 1.5, a quarter of the
-    tokens takes three eighths of the memory, and only what heads would keep beyond their cap goes to others.
+    equal ones but allocate more memory (`generate` reports it), "global" the most. A `cap` bounds it: at 2, a quarter of the
+    tokens takes half of the memory; what heads would keep beyond it goes to others, and quality with it (docs/composing.md).
 
     Attributes:
       base: whose scores are used. by: one of the four. floor: share of its own budget that each head keeps in any case

@@ -381,9 +381,10 @@ def test_wrappers_pass_on_what_they_do_not_change():
 # The whole way
 
 
-def test_generate(tiny):
+@pytest.mark.parametrize("cap", [0, 1.5])
+def test_generate(tiny, cap):
     """The slots that are allocated are enough, and nothing changes if everything fits."""
-    text = "protected(allocated(smoothed(h2o), by='global', floor=0.1), boundaries=2)"
+    text = f"protected(allocated(smoothed(h2o), by='global', floor=0.1, cap={cap}), boundaries=2)"
     settings = dict(max_new_tokens=6, evict_every=2)
     full = dcache.generate(tiny, [PROMPT], "full", 1.0, **settings)
     assert dcache.generate(tiny, [PROMPT], text, 1.0, **settings).texts == full.texts
