@@ -6,7 +6,8 @@ makes 300 traces of 1,024 tokens (half questions about facts hidden in real text
 one for each key/value head: 64 hidden units instead of the paper's 256, a higher learning rate and fewer steps, and the
 moving average of the weights as the trained policy. Cost on 2 cores: about 8 CPU seconds per trace (40 CPU minutes in all,
 once: another seed may use them with --config.learn.folder=<traces of that run>; 8 GB of disk), then 0.45 CPU seconds per
-step for prefixes of up to 512 tokens and 0.9 for longer ones, so 17 CPU minutes of training.
+step for prefixes of up to 512 tokens and 0.9 for longer ones, so 17 CPU minutes of training
+(docs/experiments.md, 17: 21 minutes on one shared core).
 
 Variants, after a colon (`--config=configs/kvp_smollm2.py:tiny`):
   tiny        the real code on a random model of 2 layers, in seconds

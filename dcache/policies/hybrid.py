@@ -52,12 +52,13 @@ class Hybrid(Policy):
 
     def __post_init__(self):
         check_heads(self)
-        if getattr(self.base, "sees_budget", False):
-            raise ConfigError(
-                "hybrid: base sees the budget, which is not known when a hybrid scores; give one that does not."
-            )
         if not isinstance(self.base, DistillCache):
             raise ConfigError(f"hybrid: base is {self.base!r}; give a DistillCache policy or its settings.")
+        if self.base.sees_budget or self.base.reads:
+            raise ConfigError(
+                "hybrid: base sees the budget or reads hidden states; a hybrid takes its scores when the prompt is read, at no "
+                "certain budget, and leaves nothing else: give one that looks at signals only."
+            )
 
     @property
     def needs(self):

@@ -247,6 +247,8 @@ def test_reading_refusals():
     with pytest.raises(ConfigError, match=f"width 99; the model's have {TINY.embed_dim}"):
         reading(reads=(99, 6)).check_model(TINY)
     assert not make("distillcache").looks
+    with pytest.raises(ConfigError, match="hybrid: base sees the budget or reads"):
+        make("hybrid", base=reading())
 
 
 @pytest.mark.parametrize("granularity", signals.GRANULARITIES)
@@ -270,7 +272,7 @@ def test_the_budget_as_an_input(granularity):
         for budget, want in zip((few, many), scores, strict=True):
             got = np.asarray(wrapper.scores_at(params, cache, budget, None))
             np.testing.assert_allclose(got[filled], want[filled], rtol=1e-5, atol=1e-5)
-    with pytest.raises(ConfigError, match="hybrid: base sees the budget"):
+    with pytest.raises(ConfigError, match="hybrid: base sees the budget or reads"):
         make("hybrid", base=policy)
 
 
