@@ -86,11 +86,12 @@ def teach(
     hidden, cache = model.prefill(params, config, tokens, length, request)
     horizon = given.shape[1]
     weight = (jnp.arange(horizon)[None] < given_length[:, None]).astype(jnp.float32)
-    if asked is not None:  # what comes before a question's last token is no answer
-        weight *= ((jnp.arange(horizon)[None] >= unseen - 1) | ~asked[:, None]).astype(jnp.float32)
+    counted = jnp.ones_like(weight)
+    if asked is not None:  # what comes before a question's last token is no answer, though the oracle sees it
+        counted = ((jnp.arange(horizon)[None] >= unseen - 1) | ~asked[:, None]).astype(jnp.float32)
     if not decode:
         cache = _observed(params, config, cache, tokens, given, weight, policies, weights)
-        return Trajectories(cache, given, weight)
+        return Trajectories(cache, given, weight * counted)
     room = kv.grow(kv.restrict(cache, StatsRequest()), horizon)
     if isinstance(decode_params["layers"], tuple):
         room = kv.unstack(room)
@@ -103,14 +104,14 @@ def teach(
     first = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     greedy = greedy_continuation(decode_params, config, first, room, horizon - unseen)
     ended = jnp.cumsum(jnp.any(greedy[..., None] == stop[None, None], axis=-1), axis=1, dtype=jnp.int32) > 0
-    counts = 1.0 - ended.astype(jnp.float32)
+    there = 1.0 - ended.astype(jnp.float32)
     if unseen:
         greedy = jnp.concatenate([question, greedy], axis=1)
-        counts = jnp.concatenate([weight[:, :unseen], counts], axis=1)
+        there = jnp.concatenate([jnp.ones((len(own), unseen), jnp.float32), there], axis=1)
     continuation = jnp.where(own[:, None], greedy, given)
-    weight = jnp.where(own[:, None], counts, weight)
+    weight = jnp.where(own[:, None], there, weight)
     cache = _observed(params, config, cache, tokens, continuation, weight, policies, weights)
-    return Trajectories(cache, continuation, weight)
+    return Trajectories(cache, continuation, weight * counted)
 
 
 def _observed(params, config, cache, tokens, continuation, weight, policies, weights) -> kv.Cache:

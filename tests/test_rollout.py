@@ -11,7 +11,7 @@ import pytest
 from dcache import budget as budgets
 from dcache import cache as kv
 from dcache import model, rollout, signals
-from dcache.attention import StatsRequest
+from dcache.attention import EMPTY, StatsRequest
 from dcache.errors import ConfigError
 from dcache.policies import make
 from tests import naive
@@ -28,6 +28,7 @@ students_jit = jax.jit(
 )
 follow_jit = jax.jit(rollout.follow, static_argnums=(1, 2), static_argnames=("evict_every", "minimum"))
 teach_jit = jax.jit(rollout.teach, static_argnums=(2, 9), static_argnames=("decode", "unseen"))
+observe_jit = jax.jit(type(make("oracle")).observe, static_argnums=(0, 3))
 TEXT = naive.some_tokens(P + T, seed=4)
 
 
@@ -250,7 +251,7 @@ def test_teach(layout):
 
 @pytest.mark.parametrize("layout", ["stacked", "unrolled"])
 def test_teach_hidden_questions(layout):
-    params, unseen = naive.weights(UNTIED), 3
+    params, unseen, oracle = naive.weights(UNTIED), 3, make("oracle")
     whole = [naive.some_tokens(12, seed=1), naive.some_tokens(9, seed=2)]
     plain = naive.some_tokens(7, seed=3)
     seen = [whole[0][:-unseen], whole[1][:-unseen], plain]
@@ -265,15 +266,23 @@ def test_teach_hidden_questions(layout):
     decode_params = model.unstack(params) if layout == "unrolled" else params
     out = teach_jit(
         params, decode_params, UNTIED, jnp.asarray(padded), jnp.asarray([9, 6, 7], jnp.int32), jnp.asarray(given),
-        jnp.asarray([3, 5, 4], jnp.int32), jnp.asarray([True, False, False]), jnp.asarray(stop), (make("h2o"),), ((),),
+        jnp.asarray([3, 5, 4], jnp.int32), jnp.asarray([True, False, False]), jnp.asarray(stop), (oracle,), ((),),
         decode=True, asked=jnp.asarray([True, True, False]), unseen=unseen,
     )  # fmt: skip
     np.testing.assert_array_equal(out.continuation[0], [*whole[0][-unseen:], *own])
     np.testing.assert_array_equal(out.continuation[1:], given[1:])
     want = [[0, 0, 1, *[1] * ends, *[0] * (T - unseen - ends)], [0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]]
     np.testing.assert_array_equal(out.weight, want)
-    for b, prompt in enumerate(seen):  # the policies see what comes before the question
-        _, alone = naive.read([prompt], make("h2o").needs, config=UNTIED, pad=12)
+    future = [[*whole[0][-unseen:], *own[:ends]], [*whole[1][-unseen:], 5, 6], [1, 2, 3, 4]]
+    for b, prompt in enumerate(
+        seen
+    ):  # the policies see what comes before the question, the oracle all of the text to come
+        _, alone = naive.read([prompt], oracle.needs, config=UNTIED, pad=12)
+        padding = np.full((1, 12), 7, np.int32)
+        padding[0, : len(prompt)] = prompt
+        to_come = np.full((1, T), EMPTY, np.int32)
+        to_come[0, : len(future[b])] = future[b]
+        alone = observe_jit(oracle, (), params, UNTIED, alone, jnp.asarray(padding), jnp.asarray(to_come))
         for x, y in zip(jax.tree.leaves(kv.select(out.cache, jnp.int32(b))), jax.tree.leaves(alone), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 

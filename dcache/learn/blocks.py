@@ -120,7 +120,9 @@ def make_block(
     """
     check_unseen(prompts, unseen)
     asked = np.array([bool(unseen) and prompt.kind == "retrieval" for prompt in prompts])
-    own = [trajectory == "teacher" or (trajectory == "mixed" and prompt.kind == "retrieval") for prompt in prompts]
+    # Beside hidden questions, which come first of what is given, plain text is followed by the document's own text.
+    mixed = trajectory == "mixed" or (trajectory == "teacher" and unseen > 0)
+    own = [trajectory == "teacher" and not mixed or mixed and prompt.kind == "retrieval" for prompt in prompts]
     tokens = np.zeros((len(prompts), length), np.int32)
     given = np.zeros((len(prompts), unseen + horizon), np.int32)
     lengths, given_lengths = [], []

@@ -229,6 +229,8 @@ def test_blocks_with_hidden_questions():
     np.testing.assert_array_equal(block.given, [[7, 1, 2, 8, 9], [1, 2, 0, 0, 0]])
     np.testing.assert_array_equal(block.given_length, [5, 2])
     np.testing.assert_array_equal(block.asked, [True, False])
+    for trajectory in ("mixed", "teacher"):  # the model cannot go on by itself where nothing is asked
+        np.testing.assert_array_equal(make_block([asking, plain], 5, 2, trajectory, 3).own, [True, False])
     assert block.unseen == 3 and make_block([asking], 5, 2, "given").unseen == 0
     assert unseen_tokens([asking, plain]) == 16 and unseen_tokens([plain]) == 0
     assert unseen_tokens([dataclasses.replace(asking, question=17)]) == 32
