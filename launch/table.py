@@ -10,7 +10,7 @@ done again: the groups of methods below have results of their own, and so has ea
     --validation=N         validation prompts of each kind for the heuristics' settings (default: 12; 0 for the defaults)
     --policy=LABEL=PATH    a trained policy; may be given several times (default: all that lie in policies/); beside an rlkv
                            stands its control, LABEL-random, with its gates given to random heads
-    --champion=LABEL       the method that is held against all others (default: distillcache-head)
+    --champion=LABEL       the method that is held against all others (default: distillcache-both)
     --hidden=false         leave out the evaluation with the question hidden
     --tiny                 the tiny random model and short prompts, to see it work
 """
@@ -31,7 +31,7 @@ _WORKDIR = flags.DEFINE_string("workdir", "runs/table", "Where everything goes."
 _PROMPTS = flags.DEFINE_integer("prompts", 48, "Held-out prompts of each kind.", lower_bound=1)
 _VALIDATION = flags.DEFINE_integer("validation", 12, "Validation prompts of each kind.", lower_bound=0)
 _POLICY = flags.DEFINE_multi_string("policy", None, "LABEL=PATH of a trained policy.")
-_CHAMPION = flags.DEFINE_string("champion", "distillcache-head", "The method that is held against all others.")
+_CHAMPION = flags.DEFINE_string("champion", "distillcache-both", "The method that is held against all others.")
 _HIDDEN = flags.DEFINE_bool("hidden", True, "Evaluate with the question hidden, too.")
 _TINY = flags.DEFINE_bool("tiny", False, "Use the tiny random model.")
 
