@@ -14,6 +14,7 @@ from dcache.experiment import from_config
 from dcache.learn import kvzap, loop
 from dcache.learn.state import start
 from dcache.policies import make
+from dcache.policies.kvzap import predict
 from dcache.rollout import Trajectories
 from tests import naive
 from tests.naive import TINY
@@ -28,7 +29,7 @@ def test_a_planted_score_is_learnt_and_the_metrics_are_what_they_say():
     texts = [naive.some_tokens(40, seed=1), naive.some_tokens(29, seed=2)]
     _, cache = naive.read(texts, StatsRequest(hidden=True), pad=40)
     truth = jax.random.normal(jax.random.key(3), (L, D, K)) * 0.3
-    log_score = policy.predict({"out": truth, "bias": jnp.zeros((L, K))}, cache.hidden)
+    log_score = predict({"out": truth, "bias": jnp.zeros((L, K))}, cache.hidden)
     group = jnp.exp(jnp.minimum(log_score, -0.01))
     # Query heads of one key/value head: the score is their maximum.
     by_query = jnp.stack([group, 0.5 * group], axis=3).reshape(L, 2, K * 2, 40)
