@@ -8,9 +8,8 @@ the first is where it looks; otherwise `--config.learn.start=FOLDER`). The data 
 compare. The paper compresses traces of thousands of tokens to 1,024 every 256; here prompts have 512 tokens and a budget of
 128 (25%), and blocks have 64. One prompt makes an update (the paper: 4, then 32).
 
-Not trained to the end here: 150 steps of the ranking (13 CPU-minutes; `policies/smollm2-foresightkv`) agree with 70% of the
-golden evictions (60% in the first 25 steps); on held-out prompts that is no better than StreamingLLM on text and better on
-retrieval (docs/table.md). The grpo stage ran for 10 steps only. On 2 idle cores expect about 3 seconds a step, 6 with grpo.
+Not trained to the end here (docs/experiments.md, 17): after 450 steps of the ranking 74% of the golden evictions agree (60% in
+the first 25 steps); 40 steps of grpo. On 2 idle cores expect about 3 seconds a step, 6 with grpo.
 
 Variants, after a colon:
   tiny        the real code on a random model of 2 layers, in seconds
