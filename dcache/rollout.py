@@ -274,6 +274,20 @@ def follow(
       Log-probabilities f32[A, T, V] after each continuation token, and the first keep-set bool[L, A, K, S] over the
       prompt's S slots.
     """
+    log_q, keep = follow_closely(
+        params, config, policy, policy_params, cache, continuation, budget, key, evict_every=evict_every, minimum=minimum
+    )
+    return log_q, keep[0][..., : kv.positions(cache).shape[-1]]
+
+
+def follow_closely(
+    params: model.Params, config: ModelConfig, policy: Policy, policy_params: Any, cache: kv.Cache, continuation: Array,
+    budget: Array, key: Array, *, evict_every: int, minimum: int = budgets.MINIMUM,
+) -> tuple[Array, Array]:  # fmt: skip
+    """`follow` that returns all D keep-sets, bool[D, L, A, K, S + T].
+
+    The prompt's S slots come first; continuation token i lies in slot S + i once it was fed, and no slot is used twice.
+    """
     horizon, arms = continuation.shape[0], budget.shape[0]
     decisions = check_schedule(horizon, evict_every)
     chunk = horizon // decisions
@@ -294,5 +308,4 @@ def follow(
         jnp.arange(decisions, dtype=jnp.int32),
     )
     _, (log_q, keep) = jax.lax.scan(decide, students, xs)
-    slots = kv.positions(cache).shape[-1]
-    return log_q.swapaxes(0, 1).reshape(arms, horizon, -1), keep[0][..., :slots]
+    return log_q.swapaxes(0, 1).reshape(arms, horizon, -1), keep

@@ -76,3 +76,27 @@ def use_compilation_cache() -> None:
 def default_workdir(config: Any) -> Path:
     """runs/<name of the configuration>, with -seed<N> for every seed but 0."""
     return Path("runs") / (config.name + (f"-seed{config.seed}" if config.seed else ""))
+
+
+def read_budget(text: str) -> float | int:
+    """The number in a --budget: a share if it has a decimal point or an exponent, else a number of tokens."""
+    from dcache.errors import BudgetError
+
+    try:
+        return float(text) if "." in text or "e" in text else int(text)
+    except ValueError as error:
+        raise BudgetError(f"--budget is {text!r}; give a share like 0.25 or a number of tokens like 512.") from error
+
+
+def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
+    """The text of --prompt, or of the file --prompt_file."""
+    from dcache.errors import ConfigError
+
+    if (prompt is None) == (prompt_file is None):
+        raise ConfigError("Give either --prompt or --prompt_file.")
+    if prompt_file is None:
+        return str(prompt)
+    try:
+        return Path(prompt_file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompt_file {prompt_file!r} cannot be read as UTF-8 text ({error}).") from error

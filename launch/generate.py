@@ -31,28 +31,6 @@ _EVERY = flags.DEFINE_integer("evict_every", 16, "Tokens between evictions while
 _COMPARE = flags.DEFINE_bool("compare", True, "Generate again with the full cache and report both.")
 
 
-def _budget(text: str) -> float | int:
-    from dcache.errors import BudgetError
-
-    try:
-        return float(text) if "." in text or "e" in text else int(text)
-    except ValueError as error:
-        raise BudgetError(f"--budget is {text!r}; give a share like 0.25 or a number of tokens like 512.") from error
-
-
-def _prompt() -> str:
-    from dcache.errors import ConfigError
-
-    if (_PROMPT.value is None) == (_PROMPT_FILE.value is None):
-        raise ConfigError("Give either --prompt or --prompt_file.")
-    if _PROMPT.value is not None:
-        return _PROMPT.value
-    try:
-        return Path(_PROMPT_FILE.value).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompt_file {_PROMPT_FILE.value!r} cannot be read as UTF-8 text ({error}).") from error
-
-
 def main(argv: list[str]) -> None:
     import dcache
     from dcache.budget import check
@@ -63,7 +41,8 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise ConfigError(f"Unknown argument {argv[1]!r}; options begin with --, see --help.")
     common.use_compilation_cache()
-    experiment, prompt, budget = from_config(_CONFIG.value), _prompt(), check(_budget(_BUDGET.value))
+    experiment = from_config(_CONFIG.value)
+    prompt, budget = common.read_prompt(_PROMPT.value, _PROMPT_FILE.value), check(common.read_budget(_BUDGET.value))
     trained = Path(_WORKDIR.value or common.default_workdir(experiment)) / "policy"
     # A run that was named must have a policy; the default one may not have been trained yet.
     shipped = not (_POLICY.value or _WORKDIR.value or trained.exists())
