@@ -275,7 +275,16 @@ def follow(
       prompt's S slots.
     """
     log_q, keep = follow_closely(
-        params, config, policy, policy_params, cache, continuation, budget, key, evict_every=evict_every, minimum=minimum
+        params,
+        config,
+        policy,
+        policy_params,
+        cache,
+        continuation,
+        budget,
+        key,
+        evict_every=evict_every,
+        minimum=minimum,
     )
     return log_q, keep[0][..., : kv.positions(cache).shape[-1]]
 

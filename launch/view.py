@@ -6,7 +6,7 @@
     --model=NAME         what `dcache.load` takes (default: smollm2)
     --out=FILE           one HTML page that needs no server and no network
 
-The full-cache model continues the prompt; each method is fed the same tokens with its own evictions (dcache/evaluate/tracing.py).
+The full-cache model continues the prompt; each method is fed the same tokens, with its own evictions.
 """
 
 from pathlib import Path

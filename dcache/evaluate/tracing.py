@@ -176,7 +176,7 @@ def trace(
 
 
 def _evicted_at(keep: np.ndarray, length: int, count: int, chunk: int) -> np.ndarray:
-    """int16[L, K, length + count], see `MethodTrace`, from the keep-sets bool[D, L, K, S + T] of decisions `chunk` tokens apart.
+    """int16[L, K, length + count], see `MethodTrace`, from keep-sets bool[D, L, K, S + T] of decisions `chunk` tokens apart.
 
     Evictions after the last of the `count` tokens act on nothing that is shown, and are left out.
     """

@@ -65,7 +65,10 @@ def pieces(tokens: np.ndarray, tokenizer: Tokenizer) -> list[str]:
 def _method(label: str, found: MethodTrace, trace: Trace, tokenizer: Tokenizer) -> dict[str, Any]:
     # A token that the method would rather say after a continuation token is shown without the text before it.
     choices = [tokenizer.decode([token]) for token in found.choice.tolist()]
-    other = [int(a) != int(b) for a, b in zip(found.tokens, trace.continuation, strict=False)]
+    own, full = found.tokens.tolist(), trace.continuation.tolist()
+    if len(own) == len(full) + 1 and own[-1] in tokenizer.eos_ids:
+        full.append(own[-1])  # the continuation is given without the token that ends it
+    same = next((i for i, (a, b) in enumerate(zip(own, full, strict=False)) if a != b), min(len(own), len(full)))
     return {
         "label": label,
         "policy": found.policy,
@@ -73,7 +76,7 @@ def _method(label: str, found: MethodTrace, trace: Trace, tokenizer: Tokenizer) 
         "agrees": found.agrees.astype(int).tolist(),
         "choice": choices,
         "own": pieces(found.tokens, tokenizer),
-        "same": other.index(True) if True in other else len(other),  # first tokens that are the full cache's
+        "same": same,  # so many tokens at its beginning are the full cache's
         "scale": _numbers(_scale(found.score).ravel()),
     }
 
@@ -90,5 +93,5 @@ def _numbers(values: np.ndarray) -> list[float]:
 
 
 def _block(name: str, array: np.ndarray) -> str:
-    data = base64.b64encode(zlib.compress(array.tobytes(), 9)).decode()
+    data = base64.b64encode(zlib.compress(array.tobytes())).decode()
     return f'<script type="text/plain" id="{name}">{data}</script>'
