@@ -237,7 +237,7 @@ def generate(
     lm: LanguageModel, prompts: str | Sequence[str | np.ndarray | Sequence[int]],
     policy: str | Policy | Trained = "distillcache", budget: float | int = 0.25, *, max_new_tokens: int = 64,
     temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, evict_every: int = 16, chat: bool = True,
-    on_tokens: Callable[[np.ndarray], None] | None = None, **settings: Any,
+    on_tokens: Callable[[np.ndarray], None] | None = None, stop: Sequence[str] = (), **settings: Any,
 ) -> Generation:  # fmt: skip
     """Generates text with an evicted cache, for one or more prompts of any lengths at once.
 
@@ -249,6 +249,7 @@ def generate(
       evict_every: tokens between evictions while decoding; 0 for one eviction after the prefill.
       chat: put texts through the model's chat template.
       on_tokens: called with new tokens int32[B, n] as they come, -1 after a sequence's end.
+      stop: texts at which a sequence ends, too; they are not part of its text.
 
     Raises:
       ConfigError, BudgetError: empty or too long prompts, unknown policy or setting, a budget that is none.
@@ -270,5 +271,5 @@ def generate(
 
     return generate_ids(
         lm, [ids(p) for p in prompts], trained, budget, max_new_tokens=max_new_tokens, temperature=temperature,
-        top_p=top_p, seed=seed, evict_every=evict_every, on_tokens=on_tokens,
+        top_p=top_p, seed=seed, evict_every=evict_every, on_tokens=on_tokens, stop=stop,
     )  # fmt: skip

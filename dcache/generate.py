@@ -24,7 +24,7 @@ from dcache.config import ModelConfig
 from dcache.errors import ConfigError
 from dcache.load import LanguageModel
 from dcache.policies.base import Policy, Trained, keep_set, read
-from dcache.tokenizer import StreamDecoder
+from dcache.tokenizer import StreamDecoder, Tokenizer
 
 _CHUNK = 16
 """Tokens between two returns to the host when nothing is evicted during decoding."""
@@ -220,11 +220,13 @@ def _make_plan(
 def generate(
     lm: LanguageModel, prompts: Sequence[np.ndarray], trained: Trained, budget: float | int, *, max_new_tokens: int,
     temperature: float, top_p: float, seed: int, evict_every: int, on_tokens: Callable[[np.ndarray], None] | None = None,
+    stop: Sequence[str] = (),
 ) -> Generation:  # fmt: skip
     """Generates from token ids; see `dcache.generate` for the arguments.
 
     Args:
       on_tokens: called with the new tokens int32[B, n] as they come (those after a sequence's end are -1).
+      stop: texts that end a sequence, too; its text is cut before the first of them.
     """
     budget = budgets.check(budget)
     if max_new_tokens < 1 or evict_every < 0 or temperature < 0.0 or not 0.0 < top_p <= 1.0:
@@ -251,7 +253,7 @@ def generate(
     prefill_seconds = time.perf_counter() - began
     cache_bytes = kv.nbytes(cache)
 
-    ends = _Ends(lm.tokenizer.eos_ids, len(prompts), on_tokens)
+    ends = _Ends(lm.tokenizer, len(prompts), on_tokens, stop)
     ends.push(np.asarray(token)[:, None])
     began = time.perf_counter()
     decode_args = (lm.decode_params, trained.params, cache, token, jnp.int32(0), encoded, sampling)
@@ -265,7 +267,7 @@ def generate(
     decode_seconds = time.perf_counter() - began
     decoded = sum(len(t) for t in ends.tokens) - len(prompts)
     return Generation(
-        texts=tuple(lm.tokenizer.decode(t[t >= 0]) for t in ends.texts()),
+        texts=ends.texts(),
         tokens=tuple(np.asarray(t, np.int32) for t in ends.tokens),
         cache_bytes=cache_bytes,
         full_cache_bytes=len(prompts) * (tokens.shape[1] + max_new_tokens) * lm.config.kv_bytes_per_token(),
@@ -277,11 +279,19 @@ def generate(
     )
 
 
-class _Ends:
-    """Collects tokens and notices where each sequence ends."""
+def cut_at(text: str, stop: Sequence[str]) -> tuple[str, bool]:
+    """A text up to the first of the texts that end it, and whether there is one."""
+    found = [at for at in (text.find(end) for end in stop) if at >= 0]
+    return (text[: min(found)], True) if found else (text, False)
 
-    def __init__(self, stop: tuple[int, ...], batch: int, on_tokens: Callable[[np.ndarray], None] | None):
-        self.stop, self.on_tokens = stop, on_tokens
+
+class _Ends:
+    """Collects tokens and notices where each sequence ends: at a token, or at a text."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, batch: int, on_tokens: Callable[[np.ndarray], None] | None, stop: Sequence[str]
+    ):
+        self.tokenizer, self.on_tokens, self.stop = tokenizer, on_tokens, [text for text in stop if text]
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
         self.done = [False] * batch
 
@@ -298,13 +308,18 @@ class _Ends:
                     break
                 self.tokens[b].append(token)
                 shown[b, i] = token
-                self.done[b] = token in self.stop
+                self.done[b] = token in self.tokenizer.eos_ids or (
+                    bool(self.stop) and cut_at(self.tokenizer.decode(self.tokens[b]), self.stop)[1]
+                )
         if self.on_tokens is not None:
             self.on_tokens(shown)
 
-    def texts(self) -> list[np.ndarray]:
-        """Tokens of each sequence without the one that ends it."""
-        return [np.asarray(t[:-1] if d else t, np.int32) for t, d in zip(self.tokens, self.done, strict=True)]
+    def texts(self) -> tuple[str, ...]:
+        """Text of each sequence without what ends it."""
+        return tuple(
+            cut_at(self.tokenizer.decode([t for t in tokens if t not in self.tokenizer.eos_ids]), self.stop)[0]
+            for tokens in self.tokens
+        )
 
 
 def stream_to(write: Callable[[str], None], lm: LanguageModel) -> Callable[[np.ndarray], None]:

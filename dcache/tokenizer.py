@@ -38,11 +38,13 @@ class Tokenizer(Protocol):
     Attributes:
       bos_id: the token that begins every text, or None.
       eos_ids: all tokens that end a generation.
+      adds_bos: whether texts that no template wraps begin with `bos_id`, as the model was trained.
       vocab_size: number of tokens, added ones included. The model's V may be larger (padding), never smaller.
     """
 
     bos_id: int | None
     eos_ids: tuple[int, ...]
+    adds_bos: bool
     vocab_size: int
 
     def encode(self, text: str) -> np.ndarray:
@@ -51,6 +53,17 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens left out."""
+        ...
+
+    def render(self, messages: Messages, *, open_answer: bool = False) -> str:
+        """The conversation in the model's own template as a text, special tokens written out, up to where the answer begins.
+
+        Args:
+          open_answer: the last message is the beginning of the answer, to be gone on with.
+
+        Raises:
+          ConfigError: as `chat`.
+        """
         ...
 
     def chat(self, messages: Messages) -> np.ndarray:
@@ -132,6 +145,7 @@ class ByteTokenizer:
     def __init__(self) -> None:
         self.bos_id: int | None = 0
         self.eos_ids: tuple[int, ...] = (1,)
+        self.adds_bos = True
         self.vocab_size = len(self._ALPHABET) + 2
 
     def encode(self, text: str) -> np.ndarray:
@@ -143,6 +157,11 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer`."""
         return "".join(self._ALPHABET[int(i) - 2] for i in ids if int(i) >= 2)
+
+    def render(self, messages: Messages, *, open_answer: bool = False) -> str:
+        """See `Tokenizer`; there is no template."""
+        del open_answer
+        return _plain(messages)
 
     def chat(self, messages: Messages) -> np.ndarray:
         """See `Tokenizer`; there is no template."""
@@ -234,6 +253,7 @@ class _HfTokenizer:
         self._tokenizer = tokenizer
         self.bos_id: int | None = tokenizer.bos_token_id
         self.eos_ids = eos_ids
+        self.adds_bos = self.bos_id is not None and tokenizer.encode("a")[:1] == [self.bos_id]
         self.vocab_size = len(tokenizer)
 
     def encode(self, text: str) -> np.ndarray:
@@ -245,22 +265,30 @@ class _HfTokenizer:
             [int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
+    def render(self, messages: Messages, *, open_answer: bool = False) -> str:
+        if not self._tokenizer.chat_template:
+            return _plain(messages)
+        return self._templated(
+            messages, tokenize=False, add_generation_prompt=not open_answer, continue_final_message=open_answer
+        )
+
     def chat(self, messages: Messages) -> np.ndarray:
         if not self._tokenizer.chat_template:
             start = [] if self.bos_id is None else [self.bos_id]
             return np.concatenate([np.array(start, np.int32), self.encode(_plain(messages))])
+        # Templates hold the BOS token themselves; the tokenizer adds none when it renders and encodes in one go.
+        ids = self._templated(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+        return np.asarray(ids, np.int32)
+
+    def _templated(self, messages: Messages, **options: Any) -> Any:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         import jinja2
 
         try:
-            # Templates hold the BOS token themselves; the tokenizer adds none when it renders and encodes in one go.
-            ids = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=True, add_generation_prompt=True, return_dict=False
-            )
+            return self._tokenizer.apply_chat_template(list(messages), **options)
         except jinja2.TemplateError as error:
             raise ConfigError(f"The model's chat template refuses these messages: {error}.") from error
-        return np.asarray(ids, np.int32)
 
 
 def _plain(messages: Messages) -> str:
