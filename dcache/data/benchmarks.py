@@ -4,6 +4,7 @@ A local directory of LongBench holds `<task>.jsonl` (or `<task>_e.jsonl`) and `c
 holds `train.jsonl` and `test.jsonl`, as the benchmarks' own repositories have them.
 """
 
+import dataclasses
 import json
 import re
 import urllib.request
@@ -28,8 +29,22 @@ GSM8K_HUB = "openai/gsm8k"
 _LONGBENCH_FIELDS = {"input": str, "context": str, "answers": list}
 _GSM8K_FIELDS = {"question": str, "answer": str}
 
-# LongBench asks these without a chat template: their prompts are completions of code or of few-shot examples.
-_NO_CHAT = ("trec", "triviaqa", "samsum", "lcc", "repobench-p")
+NO_CHAT = ("trec", "triviaqa", "samsum", "lcc", "repobench-p")
+"""LongBench asks these without a chat template: their prompts are completions of code or of few-shot examples."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    """A message that fits into a prompt.
+
+    Attributes:
+      text: the message, cut in the middle if it had to be, without chat template, prefix and tail.
+      tokens: int32[T], the whole prompt. cut: whether the message was cut.
+    """
+
+    text: str
+    tokens: np.ndarray
+    cut: bool
 
 
 def longbench_prompts(
@@ -60,28 +75,46 @@ def longbench_prompts(
       ConfigError: a length that the chat template alone exceeds.
     """
     base = task.removesuffix("_e")
+    rows, template, origin = longbench_rows(task, source, templates=templates, count=count)
+    prompts = []
+    cut = 0
+    for i, row in enumerate(rows):
+        fitted = fit(fill(template, row), tokenizer, length, base not in NO_CHAT, prefix)
+        cut += fitted.cut
+        answers = tuple(str(answer) for answer in row["answers"])
+        continuation = np.asarray(tokenizer.encode(answers[0] if answers else ""), np.int32)
+        prompts.append(Prompt(fitted.tokens, "retrieval", continuation, answers, f"{origin}@{i}", base))
+    warn_truncated(f"LongBench {task}", cut, len(prompts), length)
+    return prompts
+
+
+def longbench_rows(
+    task: str,
+    source: str | Path = LONGBENCH_HUB,
+    *,
+    templates: str | Path | None = None,
+    count: int | None = None,
+) -> tuple[list[dict[str, Any]], str, str]:
+    """The items of a LongBench task, its prompt with "{context}" and "{input}" still to be filled, and the data's name.
+
+    Args and errors: see `longbench_prompts`.
+    """
+    base = task.removesuffix("_e")
     directory = _directory(source)
     if directory is None:
         rows, origin = _hub(str(source), task, "test", _LONGBENCH_FIELDS), f"{source}/{task}"
         template = _template(templates or LONGBENCH_PROMPTS, base)
     else:
         path = _first_file(directory, (f"{task}.jsonl", f"{base}_e.jsonl"))
-        rows, origin = _local(path, _LONGBENCH_FIELDS), path.stem
+        rows, origin = read_jsonl(path, _LONGBENCH_FIELDS), path.stem
         template = _template(templates or directory / "config" / "dataset2prompt.json", base)
-    rows = rows[:count]
-    prompts = []
-    cut = 0
-    for i, row in enumerate(rows):
-        # One pass, because a context may itself hold "{input}".
-        parts = re.split(r"\{(context|input)\}", template)
-        message = "".join(row[part] if k % 2 else part for k, part in enumerate(parts))
-        tokens, was_cut = _fit(message, tokenizer, length, base not in _NO_CHAT, prefix)
-        cut += was_cut
-        answers = tuple(str(answer) for answer in row["answers"])
-        continuation = np.asarray(tokenizer.encode(answers[0] if answers else ""), np.int32)
-        prompts.append(Prompt(tokens, "retrieval", continuation, answers, f"{origin}@{i}", base))
-    warn_truncated(f"LongBench {task}", cut, len(prompts), length)
-    return prompts
+    return rows[:count], template, origin
+
+
+def fill(template: str, row: Mapping[str, Any]) -> str:
+    """A LongBench template with an item's context and input, in one pass: a context may itself hold "{input}"."""
+    parts = re.split(r"\{(context|input)\}", template)
+    return "".join(row[part] if k % 2 else part for k, part in enumerate(parts))
 
 
 def gsm8k_prompts(
@@ -118,7 +151,7 @@ def gsm8k_prompts(
         rows, origin = _hub(str(source), "main", split, _GSM8K_FIELDS), str(source)
     else:
         path = _first_file(directory, (f"{split}.jsonl",))
-        rows, origin = _local(path, _GSM8K_FIELDS), str(path)
+        rows, origin = read_jsonl(path, _GSM8K_FIELDS), str(path)
     excluded = {_key(question) for question in exclude}
     prompts: list[Prompt] = []
     cut = 0
@@ -132,12 +165,12 @@ def gsm8k_prompts(
             raise LoadError(
                 f"{origin}, item {i + 1}: the answer lacks its '####' line; take the file from GSM8K again."
             )
-        tokens, was_cut = _fit(row["question"], tokenizer, length, True, ())
-        cut += was_cut
+        fitted = fit(row["question"], tokenizer, length, True)
+        cut += fitted.cut
         answer = answer.strip().replace(",", "")
         text = f"{re.sub(r'<<.*?>>', '', solution).strip()}\nThe answer is {answer}."
         continuation = np.asarray(tokenizer.encode(text), np.int32)
-        prompts.append(Prompt(tokens, "retrieval", continuation, (answer,), f"gsm8k-{split}@{i}", "gsm8k"))
+        prompts.append(Prompt(fitted.tokens, "retrieval", continuation, (answer,), f"gsm8k-{split}@{i}", "gsm8k"))
     warn_truncated(f"GSM8K {split}", cut, len(prompts), length)
     return prompts
 
@@ -146,10 +179,21 @@ def _key(question: str) -> str:
     return re.sub(r"\W+", " ", question.lower()).strip()
 
 
-def _fit(message: str, tokenizer: Tokenizer, length: int, chat: bool, prefix: Sequence[int]) -> tuple[np.ndarray, bool]:
-    """Tokens int32[<= length] of a message, cut in the middle if needed, and whether it was cut."""
+def fit(
+    message: str, tokenizer: Tokenizer, length: int, chat: bool, prefix: Sequence[int] = (), tail: str = ""
+) -> Fitted:
+    """Cuts a message in the middle, if it must, so that the whole prompt has at most `length` tokens.
+
+    Args:
+      chat: whether the chat template is applied. prefix: tokens in front of a prompt without template.
+      tail: text that follows the message in the prompt and is never cut.
+
+    Raises:
+      ConfigError: a length that the template and the tail alone exceed.
+    """
 
     def wrap(text: str) -> np.ndarray:
+        text += tail
         tokens = (
             tokenizer.chat(text) if chat else np.concatenate([np.asarray(prefix, np.int32), tokenizer.encode(text)])
         )
@@ -157,18 +201,21 @@ def _fit(message: str, tokenizer: Tokenizer, length: int, chat: bool, prefix: Se
 
     tokens = wrap(message)
     if len(tokens) <= length:
-        return tokens, False
+        return Fitted(message, tokens, False)
     ids = tokenizer.encode(message)
     allowed = length - len(wrap(""))
     while allowed > 0:
         head = allowed // 2
         kept = truncate_middle(ids, allowed)
         # Decoded in two parts, as LongBench does: a token of the seam must not be joined with its new neighbour.
-        tokens = wrap(tokenizer.decode(kept[:head]) + tokenizer.decode(kept[head:]))
+        text = tokenizer.decode(kept[:head]) + tokenizer.decode(kept[head:])
+        tokens = wrap(text)
         if len(tokens) <= length:
-            return tokens, True
+            return Fitted(text, tokens, True)
         allowed -= len(tokens) - length  # Text decoded and encoded again may be a little longer.
-    raise ConfigError(f"A prompt of {length} tokens has no room beside the chat template; allow longer prompts.")
+    raise ConfigError(
+        f"A prompt of {length} tokens has no room beside the chat template and what must stay; allow longer prompts."
+    )
 
 
 def _directory(source: str | Path) -> Path | None:
@@ -216,7 +263,12 @@ def _invalid(row: Any, fields: Mapping[str, type]) -> str | None:
     return None
 
 
-def _local(path: Path, fields: Mapping[str, type]) -> list[dict[str, Any]]:
+def read_jsonl(path: Path, fields: Mapping[str, type]) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines, each of which has certain fields of certain types.
+
+    Raises:
+      LoadError: the file is missing, not UTF-8 or empty, or a line is malformed; the message names the line.
+    """
     import datasets
 
     try:
