@@ -174,7 +174,7 @@ def _alone(cache: kv.Cache, arm: int) -> kv.Cache:
 
 
 @functools.partial(jax.jit, static_argnames=("policies_", "room", "once"))
-def _evict_prompt(
+def evict_prompt(
     cache: kv.Cache, index: Array, policies_: tuple[Policy, ...], weights: Any, allowed: Array, key: Array, *,
     room: int, once: bool,
 ) -> tuple[kv.Cache, Array, Array]:  # fmt: skip
@@ -197,7 +197,7 @@ def _evict_prompt(
     return (kv.restrict(students, StatsRequest()) if once else students), share, by_position
 
 
-def _evict_again(
+def evict_again(
     students: kv.Cache, policies_: tuple[Policy, ...], weights: Any, allowed: Array, key: Array
 ) -> kv.Cache:
     # Decided on stacked layers: the tails are short, and the compiler sees each policy once instead of once per layer.
@@ -207,10 +207,10 @@ def _evict_again(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "policies_", "evict_every", "skip"))
-def _score(
+def score_students(
     params: model.Params, config: ModelConfig, students: kv.Cache, continuation: Array, policies_: tuple[Policy, ...],
     weights: Any, allowed: Array, key: Array, *, evict_every: int, skip: int,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+) -> tuple[Array, Array, Array, Array]:  # fmt: skip
     """Feeds the continuation int32[T] to all students, whose first eviction is done.
 
     Args:
@@ -219,7 +219,8 @@ def _score(
 
     Returns:
       KL to arm 0 in nats f32[A, T - skip] and whether the most likely token is arm 0's bool[A, T - skip], after each token was
-      fed; negative log-likelihood f32[A, T - skip - 1] of continuation tokens skip + 1, ...
+      fed; of continuation tokens skip + 1, ... the negative log-likelihood f32[A, T - skip - 1] and whether each was the most
+      likely one bool[A, T - skip - 1].
     """
     arms, horizon = len(policies_), continuation.shape[0]
     decisions = rollout.check_schedule(horizon, evict_every)
@@ -231,7 +232,7 @@ def _score(
             params, config, jnp.broadcast_to(tokens[None], (arms, chunk)), students, d * chunk
         )
         if decisions > 1:  # The eviction after the last token acts on nothing; its cost is one part in D.
-            students = _evict_again(students, policies_, weights, allowed[d + 1], jax.random.fold_in(key, d + 1))
+            students = evict_again(students, policies_, weights, allowed[d + 1], jax.random.fold_in(key, d + 1))
         return students, hidden
 
     steps = jnp.arange(decisions, dtype=jnp.int32)
@@ -243,8 +244,9 @@ def _score(
     def compare(h):  # [T, D]
         log_q = jax.nn.log_softmax(model.unembed(params, h, config))
         nll = -jnp.take_along_axis(log_q[:-1], continuation[1:, None], axis=-1)[:, 0]
-        agrees = jnp.argmax(log_q, axis=-1) == jnp.argmax(teacher, axis=-1)
-        return rollout.kl_divergence(teacher, log_q), agrees, nll
+        best = jnp.argmax(log_q, axis=-1)
+        agrees = best == jnp.argmax(teacher, axis=-1)
+        return rollout.kl_divergence(teacher, log_q), agrees, nll, best[:-1] == continuation[1:]
 
     at_once = max(1, int(_LOGIT_BYTES / (4 * (horizon - skip) * config.vocab_size)))
     return jax.lax.map(compare, hidden, batch_size=min(at_once, arms))
@@ -260,7 +262,7 @@ def _answer(
     Args:
       params: in the layout for decoding. question: int32[Q], what the policies have not seen of the prompt.
       first: int32 scalar, the token that the whole prompt's logits choose; with a question each student chooses its own.
-      stop: int32[E]. allowed: as in `_score`.
+      stop: int32[E]. allowed: as in `score_students`.
     """
     arms, asked = len(policies_), question.shape[0]
     if isinstance(params["layers"], tuple):
@@ -285,7 +287,7 @@ def _answer(
         if evict_every:
             cache = jax.lax.cond(
                 i % evict_every == 0,
-                lambda c: _evict_again(
+                lambda c: evict_again(
                     c, policies_, weights, allowed[i // evict_every], jax.random.fold_in(key, i // evict_every)
                 ),
                 lambda c: c,
@@ -399,15 +401,15 @@ def _evaluate_one(
     seen = range(length, length + settings.room + 1, every)  # at each eviction
     allowed = jnp.asarray([[budgets.tokens_kept(arm.budget, n) for arm in arms] for n in seen], jnp.int32)
     key = jax.random.fold_in(jax.random.key(settings.seed), zlib.crc32(prompt.name.encode()))
-    students, kept, retained = _evict_prompt(
+    students, kept, retained = evict_prompt(
         taught.cache, jnp.int32(index), policies_, weights, allowed[0], jax.random.fold_in(key, 0),
         room=settings.room, once=settings.evict_every == 0,
     )  # fmt: skip
     skip = max(unseen - 1, 0)
     continuation, weight = taught.continuation[index], np.asarray(taught.weight[index])[skip:]
-    kl, agrees, nll = map(
+    kl, agrees, nll, _ = map(
         np.asarray,
-        _score(
+        score_students(
             lm.params, lm.config, students, continuation, policies_, weights, allowed, key,
             evict_every=settings.evict_every, skip=skip,
         ),
@@ -418,9 +420,9 @@ def _evaluate_one(
         )
     results: list[dict[str, Any]] = [
         {
-            "kl": _mean(kl[a], weight),
-            "top1": _mean(agrees[a], weight),
-            "nll": _mean(nll[a], weight[1:]),
+            "kl": weighted_mean(kl[a], weight),
+            "top1": weighted_mean(agrees[a], weight),
+            "nll": weighted_mean(nll[a], weight[1:]),
             "kept": round(float(kept[a]), 6),
             "retained": [round(float(x), 4) for x in retained[a]],
         }
@@ -446,7 +448,8 @@ def _evaluate_one(
     }  # fmt: skip
 
 
-def _mean(values: np.ndarray, weight: np.ndarray) -> float | None:
+def weighted_mean(values: np.ndarray, weight: np.ndarray) -> float | None:
+    """Mean of values f32[T] where the weight f32[T] says so; None where it says so nowhere."""
     total = float(weight.sum())
     return float((values * weight).sum() / total) if total else None
 

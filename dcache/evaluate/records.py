@@ -35,17 +35,22 @@ def describe(
             for p in prompts
             for part in (p.name, p.kind, p.tokens, p.continuation[: settings.horizon], "\0".join(p.answers))
         ),
-        "arms": [
-            {
-                "method": arm.method,
-                "budget": fidelity.budget_name(arm.budget),
-                "policy": repr(arm.policy),
-                "granularity": arm.policy.granularity,
-                "weights": checkpoint.weights_digest(arm.params) if jax.tree.leaves(arm.params) else None,
-            }
-            for arm in arms
-        ],
+        "arms": describe_arms(arms),
     }
+
+
+def describe_arms(arms: Sequence[fidelity.Arm]) -> list[Record]:
+    """What results depend on of each arm, JSON-ready."""
+    return [
+        {
+            "method": arm.method,
+            "budget": fidelity.budget_name(arm.budget),
+            "policy": repr(arm.policy),
+            "granularity": arm.policy.granularity,
+            "weights": checkpoint.weights_digest(arm.params) if jax.tree.leaves(arm.params) else None,
+        }
+        for arm in arms
+    ]
 
 
 def _digest(parts) -> str:
@@ -77,16 +82,16 @@ def run(
     header = describe(lm, prompts, arms, settings)
     found = read(path) if path.exists() else None
     if found is not None:
-        _check_header(path, found[0], header)
+        check_header(path, found[0], header)
     done = {record["name"]: record for record in found[1]} if found else {}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a" if found else "w", encoding="utf-8") as file:
             if not found:
-                _write(file, header)
+                write_line(file, header)
             with tqdm(total=len(prompts), initial=len(done), desc="evaluating", unit="prompt", smoothing=0.1) as bar:
                 for record in fidelity.evaluate(lm, prompts, arms, settings, skip=frozenset(done)):
-                    _write(file, record)
+                    write_line(file, record)
                     done[record["name"]] = record
                     bar.update()
     except OSError as error:
@@ -97,7 +102,8 @@ def run(
     return header, [done[prompt.name] for prompt in prompts]
 
 
-def _write(file, line: Record) -> None:
+def write_line(file, line: Record) -> None:
+    """Appends one JSON line that is on disk when this returns."""
     file.write(json.dumps(line, allow_nan=False) + "\n")
     file.flush()
 
@@ -133,7 +139,8 @@ def read(path: str | os.PathLike[str]) -> tuple[Record, list[Record]] | None:
     return lines[0], lines[1:]
 
 
-def _check_header(path: pathlib.Path, found: Record, wanted: Record) -> None:
+def check_header(path: pathlib.Path, found: Record, wanted: Record) -> None:
+    """Raises ConfigError if a results file holds those of another evaluation."""
     wanted = json.loads(json.dumps(wanted))  # Tuples become lists, as in the file.
     differ = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
     if differ:

@@ -364,9 +364,9 @@ def test_damaged_weights_are_named(lm, prompts, arms):
 def test_few_arms_at_once_give_the_same(lm, prompts, arms, records, monkeypatch):
     """With little memory for logits the arms are compared in groups, the last one smaller."""
     monkeypatch.setattr(fidelity, "_LOGIT_BYTES", 2.5 * 4 * 8 * lm.config.vocab_size)
-    fidelity._score.clear_cache()
+    fidelity.score_students.clear_cache()
     (record,) = fidelity.evaluate(lm, prompts[3:4], arms[:6], SETTINGS)
-    fidelity._score.clear_cache()
+    fidelity.score_students.clear_cache()
     for key, cell in cells(record).items():
         assert same(cell, cells(records[3])[key])
 

@@ -1,0 +1,341 @@
+"""Benchmarks: tasks of lm-evaluation-harness with many policies and budgets, one reading of each prompt for all of them.
+
+Task files, prompts, answers' filters and metrics are the harness's; what is new is who answers: all arms at once
+(`dcache.evaluate.shared`). Results are written example by example, so that a stopped run goes on where it was.
+"""
+
+import collections
+import dataclasses
+import logging
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
+from tqdm import tqdm
+
+from dcache import tasks as task_files
+from dcache.data.local import localise
+from dcache.errors import ConfigError, DcacheError
+from dcache.evaluate import records, shared
+from dcache.evaluate import lm as model_class
+from dcache.evaluate.fidelity import Arm, budget_name
+from dcache.load import LanguageModel
+
+_LOG = logging.getLogger(__name__)
+
+Record = records.Record
+
+DEFAULT_ANSWER = 256
+"""Longest answer in tokens of tasks that do not say."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How benchmarks are run.
+
+    Attributes:
+      tasks: names of tasks, groups or tags, of the harness or of this project (`dcache_...`).
+      count: the first so many items of each task; None for all.
+      data_dir: folder with the benchmarks' files; None for the hub.
+      length: longest prompt of the tasks that cut theirs (LongBench), and of perplexity texts without a length of their own.
+      ruler_lengths: lengths of RULER's prompts. chat: put the harness's own tasks into the chat template (this project's say so
+        themselves). most_new: longest answer, where a task asks for more; None for what the task says.
+      long_count: the first so many items of tasks with answers of more than 64 tokens; None for `count`.
+      evict_every, seed: as in `fidelity.Settings`.
+    """
+
+    tasks: tuple[str, ...]
+    count: int | None = None
+    data_dir: str | None = None
+    length: int | None = None
+    ruler_lengths: tuple[int, ...] = (4096,)
+    chat: bool = False
+    most_new: int | None = None
+    long_count: int | None = None
+    evict_every: int = 0
+    seed: int = 0
+
+    def __post_init__(self):
+        if not self.tasks:
+            raise ConfigError("There are no tasks; give names, such as tasks='gsm8k_cot,boolq'.")
+        for name in ("count", "length", "most_new", "long_count"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; give a number from 1, or none.")
+
+
+def load_tasks(settings: Settings, lm: LanguageModel) -> dict[str, Any]:
+    """The harness's task objects by name, data loaded.
+
+    Raises:
+      ConfigError: an unknown task, with names that resemble it. LoadError: data is missing or malformed.
+    """
+    metadata: dict[str, Any] = {"tokenizer": lm.tokenizer, "data_dir": settings.data_dir, "seed": settings.seed + 42}
+    metadata |= {"max_seq_lengths": list(settings.ruler_lengths)}
+    if settings.count is not None:
+        metadata["count"] = settings.count
+    if settings.length is not None:
+        metadata["length"] = settings.length
+    manager = TaskManager(include_path=task_files.PATH, metadata=metadata)
+    found: dict[str, Any] = {}
+    for name in settings.tasks:
+        for leaf in _leaves(manager, name):
+            overrides = _overrides(manager, leaf, settings.data_dir)
+            try:
+                loaded = manager.load([{**_config(manager.task_index[leaf]), **overrides} if overrides else leaf])
+            except DcacheError:
+                raise
+            except Exception as error:  # `datasets` and the harness raise many kinds.
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                raise ConfigError(
+                    f"The task {leaf!r} cannot be loaded ({type(error).__name__}: {reason}); give its files with data_dir, or run "
+                    "where the hub can be reached."
+                ) from error
+            found |= loaded["tasks"]
+    return found
+
+
+def _leaves(manager: TaskManager, name: str) -> list[str]:
+    """The tasks of a name: itself, or the members of a group or tag."""
+    if name not in manager.task_index:
+        near = [known for known in manager.all_tasks if name.lower() in known.lower() or known.lower() in name.lower()]
+        raise ConfigError(
+            f"There is no task {name!r}; similar names: {', '.join(near[:8]) or 'none'} (`lm_eval ls tasks` lists all)."
+        )
+    entry = manager.task_index[name]
+    if entry.kind.name == "TAG":
+        return sorted(entry.tags)
+    if entry.kind.name != "GROUP":
+        return [name]
+    config = _config(entry)
+    members = [member if isinstance(member, str) else member.get("task", member.get("group")) for member in config["task"]]
+    return [leaf for member in members for leaf in _leaves(manager, member)]
+
+
+def _config(entry: Any) -> dict[str, Any]:
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    return dict(load_yaml(entry.yaml_path, resolve_func=True)) if entry.yaml_path else dict(entry.cfg or {})
+
+
+def _overrides(manager: TaskManager, name: str, data_dir: str | None) -> dict[str, Any]:
+    config = _config(manager.task_index[name])
+    if data_dir is None or config.get("custom_dataset"):
+        return {}
+    return localise(config, data_dir)
+
+
+def describe(lm: LanguageModel, settings: Settings, tasks: Mapping[str, Any], arms: Sequence[Arm]) -> Record:
+    """Everything that results depend on, JSON-ready: the first line of the results file."""
+    plain = dataclasses.asdict(settings)
+    del plain["data_dir"]  # a place, not a setting; the examples' own digest would change with the data
+    return {
+        "model": lm.name,
+        "architecture": dataclasses.asdict(lm.config),
+        "settings": plain,
+        "tasks": sorted(tasks),
+        "arms": records.describe_arms(arms),
+    }
+
+
+def run(
+    lm: LanguageModel, settings: Settings, arms: Sequence[Arm], path: pathlib.Path
+) -> tuple[Record, list[Record]]:  # fmt: skip
+    """Runs what a results file does not hold yet; writes one line an example. See the README, "Benchmarks", for the format.
+
+    Args:
+      arms: of `fidelity.make_arms`, the full cache first.
+
+    Raises:
+      ConfigError: unknown tasks, or a file of another evaluation. LoadError: data is missing or malformed.
+    """
+    tasks = load_tasks(settings, lm)
+    arms = model_class.bound(lm, arms)
+    header = describe(lm, settings, tasks, arms)
+    found = records.read(path) if path.exists() else None
+    if found is not None:
+        records.check_header(path, found[0], header)
+    done = {record["name"]: record for record in found[1]} if found else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    examples = [example for name, task in tasks.items() for example in _examples(lm, name, task, settings)]
+    skipped: collections.Counter[str] = collections.Counter()
+    with open(path, "a" if found else "w", encoding="utf-8") as file:
+        if not found:
+            records.write_line(file, header)
+        with tqdm(total=len(examples), desc="evaluating", unit="example", smoothing=0.1) as bar:
+            for example in examples:
+                if example.name not in done:
+                    record = _evaluate(lm, example, settings, arms)
+                    if "skipped" in record:
+                        skipped[f"{example.task_name}: {record['skipped']}"] += 1
+                    records.write_line(file, record)
+                    done[example.name] = record
+                bar.update()
+    for reason, times in skipped.items():
+        _LOG.warning("%d examples skipped: %s", times, reason)
+    return header, [done[example.name] for example in examples]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Example:
+    """One item of a task: its requests (more than one for multiple choice) and its name in the results."""
+
+    name: str
+    task_name: str
+    task: Any
+    doc: Mapping[str, Any]
+    requests: tuple[Instance, ...]
+
+
+def _examples(lm: LanguageModel, name: str, task: Any, settings: Settings) -> Iterator[_Example]:
+    if task.get_config("num_fewshot") is None:
+        task.set_config(key="num_fewshot", value=0)
+    task.set_fewshot_seed(seed=1234)  # the harness's own default
+    own = (task.get_config("metadata") or {}).get("chat")
+    chat = settings.chat if own is None else bool(own)
+    long = _answer_length(task.get_config("generation_kwargs") or {}, settings) > 64
+    count = settings.long_count if long and settings.long_count else settings.count
+    task.build_all_requests(
+        limit=count, apply_chat_template=chat, tokenizer_name=lm.name,
+        chat_template=(lambda history, add_generation_prompt=True: model_class.chat_text(
+            lm.tokenizer, history, add_generation_prompt)) if chat else None,
+    )  # fmt: skip
+    by_doc: dict[int, list[Instance]] = {}
+    for instance in task.instances:
+        by_doc.setdefault(instance.doc_id, []).append(instance)
+    for number, requests in by_doc.items():
+        requests.sort(key=lambda request: request.idx)
+        yield _Example(f"{name}@{number}", name, task, requests[0].doc, tuple(requests))
+
+
+def _answer_length(arguments: Mapping[str, Any], settings: Settings) -> int:
+    longest = model_class.longest_answer(dict(arguments), DEFAULT_ANSWER)
+    return min(longest, settings.most_new or longest)
+
+
+def _evaluate(lm: LanguageModel, example: _Example, settings: Settings, arms: Sequence[Arm]) -> Record:
+    """The record of one example."""
+    doc = example.doc
+    record: Record = {
+        "name": example.name, "task": example.task_name, "doc_length": doc.get("max_length", doc.get("length")),
+        "evicted": "after the prefill", "cut": bool(doc.get("cut", False)),
+    }  # fmt: skip
+    kind = example.requests[0].request_type
+    if kind == "generate_until":
+        length, was_cut, found, resps = _generate(lm, example, settings, arms)
+    elif kind == "loglikelihood":
+        length, was_cut, found, resps = _choose(lm, example, settings, arms)
+    elif kind == "loglikelihood_rolling":
+        length, was_cut, found, resps = _roll(lm, example, settings, arms)
+    else:
+        raise ConfigError(f"The task {example.task_name!r} has requests of kind {kind!r}, which no text model answers.")
+    if not found:
+        return record | {"length": length, "skipped": "the answer leaves no room for the prompt", "arms": {}}
+    table: dict[str, dict[str, Any]] = {}
+    for arm, result, responses in zip(arms, found, resps, strict=True):
+        metrics = _metrics(example, responses)
+        numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
+        score = next(iter(numbers.values()), None)
+        table.setdefault(arm.method, {})[budget_name(arm.budget)] = {
+            "score": None if score is None else float(score), "metrics": {k: float(v) for k, v in numbers.items()}, **result
+        }  # fmt: skip
+    return record | {"length": length, "cut": record["cut"] or was_cut, "arms": table}
+
+
+def _metrics(example: _Example, responses: Sequence[Any]) -> dict[str, Any]:
+    """The harness's metrics of one arm's responses to an example's requests: "metric" or "metric,filter" -> value."""
+    for request, response in zip(example.requests, responses, strict=True):
+        request.resps, request.filtered_resps = [response], {}
+    found: dict[str, Any] = {}
+    filters = example.task._filters
+    for ensemble in filters:
+        ensemble.apply(list(example.requests))
+        given = [request.filtered_resps[ensemble.name] for request in example.requests]
+        for key, value in example.task.process_results(example.doc, given).items():
+            found[key if len(filters) == 1 else f"{key},{ensemble.name}"] = value
+    return found
+
+
+def _generate(lm: LanguageModel, example: _Example, settings: Settings, arms: Sequence[Arm]):
+    text, arguments = example.requests[0].args
+    new = _answer_length(arguments, settings)
+    tokens, withheld = model_class.encode(lm.tokenizer, text)
+    if new + withheld + 1 >= lm.config.max_positions:
+        return len(tokens), False, [], []
+    tokens, was_cut = model_class.fit(tokens, lm.config.max_positions - new)
+    answers = shared.answers(
+        lm, tokens, arms, new_tokens=new, stop=model_class.stops(arguments), withheld=withheld,
+        evict_every=0 if withheld else settings.evict_every, name=example.name, seed=settings.seed,
+    )  # fmt: skip
+    found = [
+        {"answer": a.text, "answer_tokens": a.tokens, "ended": a.ended, "nll": None, "tokens": 0} | _common(a) for a in answers
+    ]
+    return len(tokens), was_cut, found, [[answer.text] for answer in answers]
+
+
+def _choose(lm: LanguageModel, example: _Example, settings: Settings, arms: Sequence[Arm]):
+    """Multiple choice: requests with the same context are scored after one reading of it."""
+    encoded = []
+    for request in example.requests:
+        context, text = request.args
+        spaces = len(context) - len(context.rstrip())
+        context, text = context[: len(context) - spaces], context[len(context) - spaces :] + text
+        whole, _ = model_class.encode(lm.tokenizer, context + text)
+        start, withheld = model_class.encode(lm.tokenizer, context)
+        encoded.append((tuple(start), tuple(whole[len(start) :]), withheld))
+    if any(len(text) + 2 >= lm.config.max_positions for _, text, _ in encoded):
+        return len(encoded[0][0]), False, [], []
+    results: list[Any] = [None] * len(encoded)
+    longest = max(len(text) for _, text, _ in encoded)
+    was_cut = False
+    for context in dict.fromkeys(start for start, _, _ in encoded):
+        members = [i for i, (start, _, _) in enumerate(encoded) if start == context]
+        prompt, cut = model_class.fit(context, lm.config.max_positions - longest)
+        was_cut |= cut
+        scored = shared.scores(
+            lm, prompt, [encoded[i][1] for i in members], arms, withheld=encoded[members[0]][2],
+            evict_every=settings.evict_every, name=example.name, seed=settings.seed,
+        )  # fmt: skip
+        for i, result in zip(members, scored, strict=True):
+            results[i] = result
+    found, resps = [], []
+    for a in range(len(arms)):
+        mine = [result[a] for result in results]
+        best = max(range(len(mine)), key=lambda i: mine[i].nats)
+        found.append(
+            {"answer": example.requests[best].args[1].strip(), "answer_tokens": mine[best].tokens, "ended": True, "nll": None,
+             "tokens": 0} | _common(mine[0])
+        )  # fmt: skip
+        resps.append([(one.nats, one.greedy) for one in mine])
+    return len(encoded[0][0]), was_cut, found, resps
+
+
+def _roll(lm: LanguageModel, example: _Example, settings: Settings, arms: Sequence[Arm]):
+    """Perplexity: each window's second half is scored after its first half was evicted."""
+    (text,) = example.requests[0].args
+    prefix = lm.tokenizer.bos_id if lm.tokenizer.bos_id is not None else lm.tokenizer.eos_ids[0]
+    windows = model_class.halves(lm, text, prefix, lm.config.max_positions)
+    before = sum(model_class.opening(lm, first) for first, _ in windows)
+    parts = [
+        shared.scores(lm, first, [second], arms, evict_every=settings.evict_every, name=example.name, seed=settings.seed)[0]
+        for first, second in windows
+        if second
+    ]
+    if not parts:
+        return len(windows[0][0]), False, [], []
+    found, resps = [], []
+    for a in range(len(arms)):
+        mine = [part[a] for part in parts]
+        tokens = sum(part.tokens for part in mine)
+        nats = sum(part.nats for part in mine)
+        found.append({"answer": "", "answer_tokens": 0, "ended": True, "nll": -nats / tokens, "tokens": tokens} | _common(mine[0]))
+        resps.append([before + nats])
+    return sum(len(first) + len(second) - 1 for first, second in windows), False, found, resps
+
+
+def _common(result: shared.Answer | shared.Scored) -> dict[str, Any]:
+    return {
+        "kl": result.kl, "top1": result.top1, "kept": round(result.kept, 6), "retained": list(result.retained), "seconds": None
+    }  # fmt: skip

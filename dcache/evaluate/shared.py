@@ -1,0 +1,315 @@
+"""Answers, choices and perplexities of many arms from one reading of a prompt.
+
+An arm is a policy under a budget. All arms share the prompt's keys and values and are decoded as one batch, each under its own
+mask (`dcache.evaluate.fidelity`): a benchmark costs one prefill a prompt, not one an arm. Arm 0 is the full cache.
+
+What acts when: a generated answer's first token comes from the whole prompt, as in the paper, unless the end of the prompt
+is withheld from the policy; a given text (a choice, the second half of a document) is scored with its prompt evicted before the
+prompt's last token is fed, so that eviction touches the text's first token, too.
+"""
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dcache import budget as budgets
+from dcache import cache as kv
+from dcache import model
+from dcache.config import ModelConfig
+from dcache.errors import ConfigError
+from dcache.evaluate import fidelity
+from dcache.evaluate.fidelity import Arm
+from dcache.generate import check_tokens, cut_at
+from dcache.load import LanguageModel
+from dcache.policies.base import Policy
+
+HORIZON = 16
+"""Tokens of the full cache's answer along which the KL of the others is measured."""
+
+_CHUNK = 16
+_UNIT = 16  # withheld tokens come in multiples of it: few shapes, few compilations
+
+
+def size(tokens: int, least: int = 128) -> int:
+    """The padded length of a prompt: powers of two, so that a benchmark compiles few programs."""
+    return max(least, 1 << (tokens - 1).bit_length())
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """One arm's answer.
+
+    Attributes:
+      text: without what ended it. tokens: generated, an end token included. ended: whether an end token or text was reached.
+      kl: mean KL to the full cache in nats along the first `HORIZON` tokens of its answer, and top1: the share of them after which
+        the most likely token is the same; None if there are none. kept: share of what the policy saw that stays.
+      retained: the same by relative position.
+    """
+
+    text: str
+    tokens: int
+    ended: bool
+    kl: float | None
+    top1: float | None
+    kept: float
+    retained: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """One arm's log-likelihood of a given text: nats, its sum; greedy: every token was the most likely one; tokens: counted.
+
+    The rest as in `Answer`.
+    """
+
+    nats: float
+    greedy: bool
+    tokens: int
+    kl: float | None
+    top1: float | None
+    kept: float
+    retained: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    """A prompt that all arms have read and evicted: their caches, what stayed, and what comes first (see `_read`)."""
+
+    students: kv.Cache
+    kept: np.ndarray
+    retained: np.ndarray
+    first: Array
+    allowed: Array
+    key: Array
+
+
+@functools.partial(jax.jit, static_argnames=("config", "request", "policies"))
+def _prefill(
+    params: model.Params, config: ModelConfig, tokens: Array, length: Array, weights: Any, *, request: Any,
+    policies: tuple[Policy, ...],
+) -> tuple[Array, kv.Cache]:  # fmt: skip
+    """The first token that the whole prompt chooses, int32[1], and the cache with all that the policies look at."""
+    hidden, cache = model.prefill(params, config, tokens, length, request)
+    first = jnp.argmax(model.last_logits(params, config, hidden, length), axis=-1).astype(jnp.int32)
+    for policy, own in zip(policies, weights, strict=True):
+        cache = policy.observe(own, params, config, cache, tokens, None)
+    return first, dataclasses.replace(cache, hidden=None)
+
+
+def _read(lm: LanguageModel, tokens: np.ndarray, arms: Sequence[Arm], room: int, every: int, name: str, seed: int) -> _Read:
+    """Reads a prompt once and evicts for every arm.
+
+    Args:
+      room: static, tokens that will follow. every: tokens between evictions, 0 for once. name: of the prompt, for `random`'s key.
+    """
+    padded = np.zeros((1, size(len(tokens))), np.int32)
+    padded[0, : len(tokens)] = tokens
+    policies, weights = tuple(arm.policy for arm in arms), tuple(arm.params for arm in arms)
+    observers = {arm.policy: arm.params for arm in arms}
+    request = functools.reduce(lambda a, b: a | b, (policy.needs for policy in observers))
+    first, cache = _prefill(
+        lm.params, lm.config, jnp.asarray(padded), jnp.asarray([len(tokens)], jnp.int32), tuple(observers.values()),
+        request=request, policies=tuple(observers),
+    )  # fmt: skip
+    seen = range(len(tokens), len(tokens) + room + 1, every or room)
+    allowed = jnp.asarray([[budgets.tokens_kept(arm.budget, n) for arm in arms] for n in seen], jnp.int32)
+    key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
+    students, kept, retained = fidelity.evict_prompt(
+        cache, jnp.int32(0), policies, weights, allowed[0], jax.random.fold_in(key, 0), room=room, once=every == 0
+    )
+    return _Read(students, np.asarray(kept), np.asarray(retained), first[0], allowed, key)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _ask(
+    params: model.Params, config: ModelConfig, students: kv.Cache, question: Array
+) -> tuple[kv.Cache, Array]:  # fmt: skip
+    """Feeds what was withheld, int32[Q], to all arms: their caches and first tokens int32[A]."""
+    arms = students.length.shape[0]
+    fed = jnp.broadcast_to(question[None], (arms, question.shape[0]))
+    hidden, students = model.extend(params, config, fed, students, jnp.int32(0))
+    return students, jnp.argmax(model.unembed(params, hidden[:, -1], config), axis=-1).astype(jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "policies", "evict", "count"))
+def _decode(
+    params: model.Params, config: ModelConfig, students: kv.Cache, token: Array, at: Array, allowed: Array, key: Array,
+    weights: Any, *, policies: tuple[Policy, ...], evict: bool, count: int,
+) -> tuple[kv.Cache, Array]:  # fmt: skip
+    """The next `count` greedy tokens of all arms, int32[A, count], then an eviction if asked for.
+
+    Args:
+      params: in the layout for decoding. token: int32[A], not yet fed. at: int32 scalar, tokens fed so far.
+    """
+
+    def one(carry, i):
+        students, token = carry
+        hidden, students = model.extend(params, config, token[:, None], students, at + i)
+        token = jnp.argmax(model.unembed(params, hidden[:, 0], config), axis=-1).astype(jnp.int32)
+        return (students, token), token
+
+    (students, _), tokens = jax.lax.scan(one, (students, token), jnp.arange(count, dtype=jnp.int32))
+    if evict:
+        students = fidelity.evict_again(students, policies, weights, allowed, key)
+    return students, tokens.T
+
+
+def answers(
+    lm: LanguageModel, prompt: Sequence[int] | np.ndarray, arms: Sequence[Arm], *, new_tokens: int,
+    stop: Sequence[str] = (), withheld: int = 0, evict_every: int = 0, name: str = "", seed: int = 0,
+) -> list[Answer]:  # fmt: skip
+    """Greedy answers of all arms to one prompt.
+
+    Args:
+      arms: of `fidelity.make_arms`, with bound policies; the full cache first. new_tokens: the longest answer.
+      stop: texts that end an answer. withheld: last tokens of the prompt that policies must not see; rounded up to a multiple
+        of 16. They are fed after the eviction.
+      evict_every: tokens between evictions while the answer is written; 0 for once after the prefill. name: for `random`.
+
+    Raises:
+      ConfigError: a prompt that does not leave room for the answer, or nothing left to see.
+    """
+    tokens = check_tokens(prompt, lm.config, new_tokens)
+    hidden = -(-withheld // _UNIT) * _UNIT
+    if hidden >= len(tokens) or (hidden and evict_every):
+        raise ConfigError(
+            f"{hidden} of {len(tokens)} tokens are withheld with evict_every = {evict_every}; withhold fewer tokens, and evict "
+            "once (0) where the end of the prompt is withheld."
+        )
+    shown, question = tokens[: len(tokens) - hidden], jnp.asarray(tokens[len(tokens) - hidden :])
+    chunk = evict_every or _CHUNK
+    answer_room = -(-max(new_tokens, HORIZON) // chunk) * chunk
+    read = _read(lm, shown, arms, hidden + size(answer_room, 32), evict_every, name, seed)
+    policies, weights = tuple(arm.policy for arm in arms), tuple(arm.params for arm in arms)
+    students, token = read.students, jnp.broadcast_to(read.first, (len(arms),))
+    if hidden:
+        students, token = _ask(lm.params, lm.config, students, question)
+    if isinstance(lm.decode_params["layers"], tuple):
+        students = kv.unstack(students)
+    ends = [_Ends(lm, stop, new_tokens) for _ in arms]
+    rows = np.asarray(token)[:, None]
+    fed = 0
+    while True:
+        for end, row in zip(ends, rows, strict=True):
+            end.push(row)
+        if all(end.done for end in ends):
+            break
+        students, new = _decode(
+            lm.decode_params, lm.config, students, jnp.asarray(rows[:, -1]), jnp.int32(hidden + fed),
+            read.allowed[min(fed // chunk + 1, len(read.allowed) - 1)], jax.random.fold_in(read.key, fed // chunk + 1),
+            weights, policies=policies, evict=bool(evict_every), count=chunk,
+        )  # fmt: skip
+        rows, fed = np.asarray(new), fed + chunk
+    kl, top1 = _along(lm, read, arms, ends[0].tokens, question, evict_every)
+    return [
+        Answer(end.text, len(end.tokens), end.ended, kl[a], top1[a], float(read.kept[a]), _rounded(read.retained[a]))
+        for a, end in enumerate(ends)
+    ]
+
+
+class _Ends:
+    """The tokens of one arm's answer until it ends."""
+
+    def __init__(self, lm: LanguageModel, stop: Sequence[str], most: int):
+        self._tokenizer, self._stop, self._most = lm.tokenizer, [text for text in stop if text], most
+        self.tokens: list[int] = []
+        self.ended = False
+
+    @property
+    def done(self) -> bool:
+        return self.ended or len(self.tokens) >= self._most
+
+    @property
+    def text(self) -> str:
+        ids = [token for token in self.tokens if token not in self._tokenizer.eos_ids]
+        return cut_at(self._tokenizer.decode(ids), self._stop)[0]
+
+    def push(self, row: np.ndarray) -> None:
+        for token in row.tolist():
+            if self.done:
+                return
+            self.tokens.append(token)
+            self.ended = token in self._tokenizer.eos_ids or (
+                bool(self._stop) and cut_at(self._tokenizer.decode(self.tokens), self._stop)[1]
+            )
+
+
+def _along(
+    lm: LanguageModel, read: _Read, arms: Sequence[Arm], answer: Sequence[int], question: Array, every: int
+) -> tuple[list[float | None], list[float | None]]:  # fmt: skip
+    """KL and agreement of all arms along the full cache's answer, which all of them are fed after the question."""
+    horizon = -(-HORIZON // every) * every if every else HORIZON
+    fed = np.zeros(horizon, np.int32)
+    count = min(len(answer), HORIZON)
+    fed[:count] = answer[:count]
+    # The last withheld token's distribution is the first that eviction touches.
+    skip = max(len(question) - 1, 0)
+    weight = (np.arange(horizon + len(question) - skip) < count + len(question) - skip).astype(np.float32)
+    kl, agrees, _, _ = fidelity.score_students(
+        lm.params, lm.config, read.students, jnp.concatenate([question, jnp.asarray(fed)]),
+        tuple(arm.policy for arm in arms), tuple(arm.params for arm in arms), read.allowed, read.key, evict_every=every,
+        skip=skip,
+    )  # fmt: skip
+    return (
+        [fidelity.weighted_mean(row, weight) for row in np.asarray(kl)],
+        [fidelity.weighted_mean(row, weight) for row in np.asarray(agrees)],
+    )
+
+
+def scores(
+    lm: LanguageModel, prompt: Sequence[int] | np.ndarray, texts: Sequence[Sequence[int]], arms: Sequence[Arm], *,
+    withheld: int = 0, evict_every: int = 0, name: str = "", seed: int = 0,
+) -> list[list[Scored]]:  # fmt: skip
+    """Log-likelihoods of given texts after one prompt: for each text the results of all arms.
+
+    Args:
+      texts: token ids, each scored on its own. withheld, ...: as in `answers`; at least the prompt's last token is fed
+        after the eviction.
+    """
+    tokens = check_tokens(prompt, lm.config, max(map(len, texts)))
+    if len(tokens) < 2 or not all(len(text) for text in texts):
+        raise ConfigError(
+            f"A prompt of {len(tokens)} tokens and texts of {[len(t) for t in texts]}; give a prompt of two or more tokens and "
+            "texts of one or more."
+        )
+    hidden = -(-withheld // _UNIT) * _UNIT if withheld > 1 else 1
+    hidden = min(hidden, len(tokens) - 1)
+    unit = evict_every or _UNIT
+    fed_length = -(-(hidden + max(map(len, texts))) // unit) * unit
+    fed_length = size(fed_length, 32) if not evict_every else fed_length
+    read = _read(lm, tokens[: len(tokens) - hidden], arms, fed_length, evict_every, name, seed)
+    results = []
+    for text in texts:
+        fed = np.zeros(fed_length, np.int32)
+        fed[: hidden + len(text)] = [*tokens[len(tokens) - hidden :], *text]
+        kl, agrees, nll, hits = map(
+            np.asarray,
+            fidelity.score_students(
+                lm.params, lm.config, read.students, jnp.asarray(fed), tuple(arm.policy for arm in arms),
+                tuple(arm.params for arm in arms), read.allowed, read.key, evict_every=evict_every, skip=hidden - 1,
+            ),
+        )  # fmt: skip
+        counted = slice(0, len(text))
+        weight = np.ones(len(text), np.float32)
+        results.append(
+            [
+                Scored(
+                    -float(nll[a, counted].sum()), bool(hits[a, counted].all()), len(text),
+                    fidelity.weighted_mean(kl[a, counted], weight), fidelity.weighted_mean(agrees[a, counted], weight),
+                    float(read.kept[a]), _rounded(read.retained[a]),
+                )
+                for a in range(len(arms))
+            ]
+        )  # fmt: skip
+    return results
+
+
+def _rounded(shares: np.ndarray) -> tuple[float, ...]:
+    return tuple(round(float(share), 4) for share in shares)
