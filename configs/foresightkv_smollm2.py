@@ -19,6 +19,7 @@ Variants, after a colon:
 import dataclasses
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
 
 from dcache.errors import ConfigError
 from dcache.learn.foresight import ForesightConfig
@@ -49,6 +50,8 @@ def get_config(variant: str = "") -> ConfigDict:
         dict(
             policies=("full", "random", "streaming_llm", "h2o", "snapkv", "tova", "keydiff"),
             budgets=(0.5, 0.25, 0.125), prompts=32, horizon=12, evict_every=0, seed=1, accuracy=True, hide_question=False,
+            tasks="", data_dir=placeholder(str), length=placeholder(int), ruler_lengths=(4096,), chat=False,
+            most_new=placeholder(int), long_count=placeholder(int),
         )
     )  # fmt: skip
 

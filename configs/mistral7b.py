@@ -23,6 +23,7 @@ import dataclasses
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
+from ml_collections.config_dict import placeholder
 
 from dcache.errors import ConfigError
 from dcache.learn.distill import DistillConfig
@@ -63,6 +64,8 @@ def get_config(variant: str = "") -> ConfigDict:
         dict(
             policies=("full", "random", "streaming_llm", "h2o", "snapkv", "tova", "keydiff"),
             budgets=(0.5, 0.25, 0.125), prompts=100, horizon=64, evict_every=1, seed=1, accuracy=True, hide_question=False,
+            tasks="", data_dir=placeholder(str), length=placeholder(int), ruler_lengths=(4096,), chat=False,
+            most_new=placeholder(int), long_count=placeholder(int),
         )
     )  # fmt: skip
 

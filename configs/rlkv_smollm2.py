@@ -26,6 +26,7 @@ Variants, after a colon (`--config=configs/rlkv_smollm2.py:tiny`):
 import dataclasses
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
 
 from dcache.errors import ConfigError
 from dcache.learn.rlkv import RLKVConfig
@@ -60,6 +61,8 @@ def get_config(variant: str = "") -> ConfigDict:
         dict(
             policies=("full", "random", "streaming_llm", "h2o", "snapkv"), budgets=(0.5, 0.25, 0.125), prompts=32,
             horizon=12, evict_every=0, seed=1, accuracy=True, hide_question=False,
+            tasks="", data_dir=placeholder(str), length=placeholder(int), ruler_lengths=(4096,), chat=False,
+            most_new=placeholder(int), long_count=placeholder(int),
         )
     )  # fmt: skip
 

@@ -58,6 +58,8 @@ class EvalConfig:
         evictions, 0 for once after the prefill. seed: of the prompts. accuracy: answer the retrieval prompts too.
       hide_question: query-agnostic compression: a policy sees a retrieval prompt without its question, which is fed after the
         eviction.
+      tasks: names of benchmark tasks (of lm-evaluation-harness or of `dcache.tasks`), separated by commas: these are run in place
+        of the held-out prompts, `prompts` items of each. The other fields are theirs, see `dcache.evaluate.benchmark.Settings`.
     """
 
     policies: tuple[str, ...]
@@ -68,10 +70,21 @@ class EvalConfig:
     seed: int
     accuracy: bool
     hide_question: bool = False
+    tasks: str = ""
+    data_dir: str | None = None
+    length: int | None = None
+    ruler_lengths: tuple[int, ...] = (4096,)
+    chat: bool = False
+    most_new: int | None = None
+    long_count: int | None = None
 
     def __post_init__(self):
         for value in self.budgets:
             budget.check(value)
+
+    def task_names(self) -> tuple[str, ...]:
+        """`tasks`, one by one."""
+        return tuple(name.strip() for name in self.tasks.split(",") if name.strip())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,11 @@
     --policy=[LABEL=]PATH  evaluate this trained policy instead of the workdir's; may be given several times
     --config.FIELD=...     for instance --config.eval.prompts=100 or --config.eval.budgets='(0.25,)'
 
+    --config.eval.tasks=gsm8k_cot,dcache_longbench,dcache_ruler,...
+                           run benchmarks instead: tasks of lm-evaluation-harness or of this project (README, "Benchmarks"),
+                           --config.eval.prompts items of each, data from --config.eval.data_dir or the hub; results go to
+                           <workdir>/benchmarks/
+
 Compared are the trained policy and the heuristics of config.eval.policies (names, or descriptions as in
 docs/composing.md). Prints a table and writes <workdir>/eval/: results.jsonl (one line per prompt; an interrupted evaluation
 goes on from it), summary.json, table.md, pictures and report.html.
@@ -38,6 +43,9 @@ def main(argv: list[str]) -> None:
     folder = pathlib.Path(_WORKDIR.value or common.default_workdir(experiment))
     places = harness.labelled(_POLICY.value or [f"{experiment.method}={folder}"])
     methods = harness.check(experiment, {label: load_policy(place) for label, place in places.items()})
+    if experiment.eval.tasks:
+        _run_tasks(experiment, methods, folder / "benchmarks")
+        return
     out = folder / "eval"
     with workdir.lock(out):
         header, records = harness.run(load(experiment.model, experiment.dtype), experiment, methods, out)
@@ -46,6 +54,21 @@ def main(argv: list[str]) -> None:
         title = f"Cache eviction: {experiment.name}"
         print(harness.publish(header, records, experiment, out, title=title, commands=[command], metrics=drawn))
     print(f"Report: {out / 'report.html'}")
+
+
+def _run_tasks(experiment, methods, out: pathlib.Path) -> None:
+    from dcache import workdir
+    from dcache.evaluate import benchmark, fidelity
+    from dcache.load import load
+
+    lm = load(experiment.model, experiment.dtype)
+    arms = fidelity.make_arms(methods, experiment.eval.budgets, experiment.data.length)
+    with workdir.lock(out):
+        header, records = benchmark.run(lm, benchmark.settings_of(experiment, lm), arms, out / "results.jsonl")
+        text = benchmark.markdown(header, records)
+        workdir.atomic_write(out / "table.md", text)
+        print(text)
+    print(f"Results: {out / 'results.jsonl'}")
 
 
 if __name__ == "__main__":
