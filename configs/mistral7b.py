@@ -23,7 +23,6 @@ import dataclasses
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
-from ml_collections.config_dict import placeholder
 
 from dcache.errors import ConfigError
 from dcache.learn.distill import DistillConfig

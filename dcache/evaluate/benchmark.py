@@ -6,6 +6,7 @@ Task files, prompts, answers' filters and metrics are the harness's; what is new
 
 import collections
 import dataclasses
+import functools
 import logging
 import math
 import pathlib
@@ -19,10 +20,9 @@ from tqdm import tqdm
 from dcache import tasks as task_files
 from dcache.data.local import localise
 from dcache.errors import ConfigError, DcacheError
-from dcache.evaluate import records, shared
 from dcache.evaluate import lm as model_class
+from dcache.evaluate import records, shared, statistics
 from dcache.evaluate.fidelity import Arm, budget_name
-from dcache.evaluate import statistics
 from dcache.experiment import Experiment
 from dcache.load import LanguageModel
 
@@ -95,13 +95,15 @@ def load_tasks(settings: Settings, lm: LanguageModel) -> dict[str, Any]:
         metadata["count"] = settings.count
     if settings.length is not None:
         metadata["length"] = settings.length
-    manager = TaskManager(include_path=task_files.PATH, metadata=metadata)
+    manager = _manager()
     found: dict[str, Any] = {}
     for name in settings.tasks:
         for leaf in _leaves(manager, name):
-            overrides = _overrides(manager, leaf, settings.data_dir)
+            config = _config(manager.task_index[leaf])
+            config |= _overrides(config, settings.data_dir)
+            config["metadata"] = {**(config.get("metadata") or {}), **metadata}
             try:
-                loaded = manager.load([{**_config(manager.task_index[leaf]), **overrides} if overrides else leaf])
+                loaded = manager.load([config])
             except DcacheError:
                 raise
             except Exception as error:  # `datasets` and the harness raise many kinds.
@@ -127,7 +129,9 @@ def _leaves(manager: TaskManager, name: str) -> list[str]:
     if entry.kind.name != "GROUP":
         return [name]
     config = _config(entry)
-    members = [member if isinstance(member, str) else member.get("task", member.get("group")) for member in config["task"]]
+    members = [
+        member if isinstance(member, str) else member.get("task", member.get("group")) for member in config["task"]
+    ]
     return [leaf for member in members for leaf in _leaves(manager, member)]
 
 
@@ -137,11 +141,14 @@ def _config(entry: Any) -> dict[str, Any]:
     return dict(load_yaml(entry.yaml_path, resolve_func=True)) if entry.yaml_path else dict(entry.cfg or {})
 
 
-def _overrides(manager: TaskManager, name: str, data_dir: str | None) -> dict[str, Any]:
-    config = _config(manager.task_index[name])
-    if data_dir is None or config.get("custom_dataset"):
-        return {}
-    return localise(config, data_dir)
+def _overrides(config: Mapping[str, Any], data_dir: str | None) -> dict[str, Any]:
+    return {} if data_dir is None else localise(config, data_dir)
+
+
+@functools.cache
+def _manager() -> TaskManager:
+    """The harness's index of all tasks and this project's; it takes seconds to make."""
+    return TaskManager(include_path=task_files.PATH)
 
 
 def describe(lm: LanguageModel, settings: Settings, tasks: Mapping[str, Any], arms: Sequence[Arm]) -> Record:
@@ -169,7 +176,6 @@ def run(
       ConfigError: unknown tasks, or a file of another evaluation. LoadError: data is missing or malformed.
     """
     tasks = load_tasks(settings, lm)
-    arms = model_class.bound(lm, arms)
     header = describe(lm, settings, tasks, arms)
     found = records.read(path) if path.exists() else None
     if found is not None:
@@ -287,7 +293,8 @@ def _generate(lm: LanguageModel, example: _Example, settings: Settings, arms: Se
         evict_every=0 if withheld else settings.evict_every, name=example.name, seed=settings.seed,
     )  # fmt: skip
     found = [
-        {"answer": a.text, "answer_tokens": a.tokens, "ended": a.ended, "nll": None, "tokens": 0} | _common(a) for a in answers
+        {"answer": a.text, "answer_tokens": a.tokens, "ended": a.ended, "nll": None, "tokens": 0} | _common(a)
+        for a in answers
     ]
     return len(tokens), was_cut, found, [[answer.text] for answer in answers]
 
@@ -336,7 +343,9 @@ def _roll(lm: LanguageModel, example: _Example, settings: Settings, arms: Sequen
     windows = model_class.halves(lm, text, prefix, lm.config.max_positions)
     before = sum(model_class.opening(lm, first) for first, _ in windows)
     parts = [
-        shared.scores(lm, first, [second], arms, evict_every=settings.evict_every, name=example.name, seed=settings.seed)[0]
+        shared.scores(
+            lm, first, [second], arms, evict_every=settings.evict_every, name=example.name, seed=settings.seed
+        )[0]
         for first, second in windows
         if second
     ]
@@ -347,7 +356,10 @@ def _roll(lm: LanguageModel, example: _Example, settings: Settings, arms: Sequen
         mine = [part[a] for part in parts]
         tokens = sum(part.tokens for part in mine)
         nats = sum(part.nats for part in mine)
-        found.append({"answer": "", "answer_tokens": 0, "ended": True, "nll": -nats / tokens, "tokens": tokens} | _common(mine[0]))
+        found.append(
+            {"answer": "", "answer_tokens": 0, "ended": True, "nll": -nats / tokens, "tokens": tokens}
+            | _common(mine[0])
+        )
         resps.append([before + nats])
     return sum(len(first) + len(second) - 1 for first, second in windows), False, found, resps
 
@@ -369,7 +381,12 @@ def markdown(header: Record, found: Sequence[Record]) -> str:
     tasks = list(dict.fromkeys(record["task"] for record in used))
     lines = []
     for budget in budgets:
-        lines += [f"### {budget} of the cache", "", f"| task (examples) | {' | '.join(methods)} |", "|---" * (len(methods) + 1) + "|"]
+        lines += [
+            f"### {budget} of the cache",
+            "",
+            f"| task (examples) | {' | '.join(methods)} |",
+            "|---" * (len(methods) + 1) + "|",
+        ]
         for task in tasks:
             rows = [record["arms"] for record in used if record["task"] == task]
             cells = [_cell([row[m].get(budget) or row[m]["100%"] for row in rows], m == "full") for m in methods]

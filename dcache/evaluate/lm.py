@@ -59,8 +59,14 @@ def longest_answer(arguments: dict[str, Any], default: int) -> int:
     Raises:
       ConfigError: a request for anything but greedy answers.
     """
-    if arguments.get("do_sample") or float(arguments.get("temperature") or 0.0) > 0 and arguments.get("do_sample", True):
-        raise ConfigError(f"The task asks for sampled answers ({arguments}); benchmarks are run greedily: set do_sample to false.")
+    if (
+        arguments.get("do_sample")
+        or float(arguments.get("temperature") or 0.0) > 0
+        and arguments.get("do_sample", True)
+    ):
+        raise ConfigError(
+            f"The task asks for sampled answers ({arguments}); benchmarks are run greedily: set do_sample to false."
+        )
     return int(arguments.get("max_gen_toks") or arguments.get("max_new_tokens") or default)
 
 
@@ -148,7 +154,9 @@ class DCacheLM(TemplateLM):
         if withheld:
             arms = self._arms(len(prompts[0]) - withheld)
             return [
-                shared.answers(self.lm, prompts[0], arms, new_tokens=new, stop=stop, withheld=withheld, seed=self.seed)[-1].text
+                shared.answers(self.lm, prompts[0], arms, new_tokens=new, stop=stop, withheld=withheld, seed=self.seed)[
+                    -1
+                ].text
             ]
         made = generate(
             self.lm, prompts, self.trained, self.budget, max_new_tokens=new, temperature=0.0, top_p=1.0, seed=self.seed,
@@ -189,7 +197,9 @@ class DCacheLM(TemplateLM):
                 arms = self._arms(len(first) - 1)
                 total += opening(self.lm, first)
                 if second:
-                    total += shared.scores(self.lm, first, [second], arms, evict_every=self.evict_every, seed=self.seed)[0][-1].nats
+                    total += shared.scores(
+                        self.lm, first, [second], arms, evict_every=self.evict_every, seed=self.seed
+                    )[0][-1].nats
             found.append(total)
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
         return found
@@ -198,8 +208,7 @@ class DCacheLM(TemplateLM):
         """The full cache and, last, this model's own arm."""
         if self.trained.policy.name == "full":
             return make_arms({}, [1.0], shortest)
-        arms = make_arms({self.trained.policy.name: self.trained}, [self.budget], shortest)
-        return bound(self.lm, arms)
+        return make_arms({self.trained.policy.name: self.trained}, [self.budget], shortest)
 
     def _fit(self, tokens: Sequence[int], more: int) -> list[int]:
         if more >= self.max_length:
@@ -212,13 +221,10 @@ class DCacheLM(TemplateLM):
 
     def _report_cut(self) -> None:
         if self.cut:
-            _LOG.warning("%d prompts were longer than the context and lost their beginning (left truncation).", self.cut)
+            _LOG.warning(
+                "%d prompts were longer than the context and lost their beginning (left truncation).", self.cut
+            )
             self.cut = 0
-
-
-def bound(lm: LanguageModel, arms: Sequence[Arm]) -> list[Arm]:
-    """The arms with what their policies need to know of the tokenizer."""
-    return [Arm(arm.method, arm.policy.bind(lm.tokenizer), arm.params, arm.budget) for arm in arms]
 
 
 def halves(lm: LanguageModel, text: str, prefix: int, longest: int) -> list[tuple[list[int], list[int]]]:

@@ -103,7 +103,14 @@ def _prefill(
     return first, dataclasses.replace(cache, hidden=None)
 
 
-def _read(lm: LanguageModel, tokens: np.ndarray, arms: Sequence[Arm], room: int, every: int, name: str, seed: int) -> _Read:
+def _bound(lm: LanguageModel, arms: Sequence[Arm]) -> list[Arm]:
+    """The arms with what their policies need to know of the tokenizer."""
+    return [dataclasses.replace(arm, policy=arm.policy.bind(lm.tokenizer)) for arm in arms]
+
+
+def _read(
+    lm: LanguageModel, tokens: np.ndarray, arms: Sequence[Arm], room: int, every: int, name: str, seed: int
+) -> _Read:
     """Reads a prompt once and evicts for every arm.
 
     Args:
@@ -168,7 +175,7 @@ def answers(
     """Greedy answers of all arms to one prompt.
 
     Args:
-      arms: of `fidelity.make_arms`, with bound policies; the full cache first. new_tokens: the longest answer.
+      arms: of `fidelity.make_arms`, the full cache first. new_tokens: the longest answer.
       stop: texts that end an answer. withheld: last tokens of the prompt that policies must not see; rounded up to a multiple
         of 16. They are fed after the eviction.
       evict_every: tokens between evictions while the answer is written; 0 for once after the prefill. name: for `random`.
@@ -176,6 +183,7 @@ def answers(
     Raises:
       ConfigError: a prompt that does not leave room for the answer, or nothing left to see.
     """
+    arms = _bound(lm, arms)
     tokens = check_tokens(prompt, lm.config, new_tokens)
     hidden = -(-withheld // _UNIT) * _UNIT
     if hidden >= len(tokens) or (hidden and evict_every):
@@ -273,6 +281,7 @@ def scores(
       texts: token ids, each scored on its own. withheld, ...: as in `answers`; at least the prompt's last token is fed
         after the eviction.
     """
+    arms = _bound(lm, arms)
     tokens = check_tokens(prompt, lm.config, max(map(len, texts)))
     if len(tokens) < 2 or not all(len(text) for text in texts):
         raise ConfigError(

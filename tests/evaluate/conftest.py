@@ -18,6 +18,7 @@ class Numbers:
     """A tokenizer whose text is the token ids themselves, so that answers can be compared token by token."""
 
     bos_id = None
+    adds_bos = False
     vocab_size = 64
 
     def __init__(self, eos_ids=(1,)):

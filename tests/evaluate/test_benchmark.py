@@ -1,0 +1,138 @@
+"""Benchmarks with the harness's own tasks and this project's, on small local files in each benchmark's format."""
+
+import dataclasses
+import json
+import logging
+
+import pytest
+
+import dcache
+from dcache.errors import ConfigError, LoadError
+from dcache.evaluate import benchmark
+from dcache.evaluate.fidelity import heuristic, make_arms
+
+TASKS = ("gsm8k_cot", "boolq", "dcache_longbench_trec")
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return dcache.load("tiny")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+
+    def write(name, rows):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    solved = {"question": "Two cats and three dogs: how many animals?", "answer": "2+3=5\n#### 5"}
+    write("gsm8k/train.jsonl", [solved] * 9)
+    write("gsm8k/test.jsonl", [solved | {"question": f"{i} and {i}: how many?"} for i in range(3)])
+    write("boolq/boolq.jsonl", [{"passage": "Cats sleep a lot.", "question": f"do {i} cats sleep", "answer": i % 2 == 0}
+                                for i in range(3)])  # fmt: skip
+    trec = {"input": "Question: What is a cat?\nType:", "context": "Question: Who?\nType: Person\n" * 8,
+            "answers": ["Animal"], "all_classes": ["Animal", "Person"], "length": 40, "dataset": "trec",
+            "language": "en", "_id": "a"}  # fmt: skip
+    write("longbench/trec.jsonl", [trec | {"_id": str(i)} for i in range(2)])
+    config = folder / "longbench" / "config"
+    config.mkdir()
+    (config / "dataset2prompt.json").write_text(json.dumps({"trec": "Name the type.\n\n{context}\n{input}"}))
+    (config / "dataset2maxlen.json").write_text(json.dumps({"trec": 64}))
+    return folder
+
+
+def settings_of(data, **changes):
+    chosen = benchmark.Settings(tasks=TASKS, count=2, data_dir=str(data), length=300, most_new=6)
+    return dataclasses.replace(chosen, **changes)
+
+
+def arms_of(*names):
+    return make_arms({name: heuristic(name) for name in names}, [0.25], 128)
+
+
+@pytest.fixture(scope="module")
+def found(tiny, data, tmp_path_factory):
+    path = tmp_path_factory.mktemp("out") / "results.jsonl"
+    return *benchmark.run(tiny, settings_of(data), arms_of("h2o"), path), path
+
+
+def test_three_tasks(found):
+    header, records, _ = found
+    assert [record["task"] for record in records] == [task for task in TASKS for _ in range(2)]
+    assert header["tasks"] == sorted(TASKS) and [arm["method"] for arm in header["arms"]] == ["full", "h2o"]
+    for record in records:
+        full, h2o = record["arms"]["full"]["100%"], record["arms"]["h2o"]["25%"]
+        assert 0.0 <= full["score"] <= 1.0 and full["kl"] == pytest.approx(0.0, abs=1e-6)
+        assert full["kept"] == 1.0 and h2o["kept"] < 0.8  # no budget is below 32 tokens
+        assert len(h2o["retained"]) == 20
+        assert record["evicted"] == "after the prefill"
+    gsm8k, choice, trec = records[0], records[2], records[4]
+    assert set(gsm8k["arms"]["full"]["100%"]["metrics"]) == {"exact_match,strict-match", "exact_match,flexible-extract"}
+    assert choice["arms"]["full"]["100%"]["answer"] in ("yes", "no")
+    assert set(trec["arms"]["h2o"]["25%"]["metrics"]) == {"score", "rouge_l"}
+    assert trec["cut"] and trec["length"] == 300 and trec["doc_length"] == 40
+    assert "| gsm8k_cot (2) |" in benchmark.markdown(header, records)
+
+
+def test_a_killed_run_goes_on_and_ends_alike(tiny, data, found, tmp_path):
+    _, records, path = found
+    lines = path.read_bytes().splitlines(keepends=True)
+    again = tmp_path / "results.jsonl"
+    again.write_bytes(b"".join(lines[:3]) + lines[3][:40])  # killed while it wrote the third example
+    _, repeated = benchmark.run(tiny, settings_of(data), arms_of("h2o"), again)
+    assert repeated == records
+    assert again.read_bytes() == path.read_bytes()
+
+
+def test_an_arm_does_not_depend_on_the_others(tiny, data, found, tmp_path):
+    _, records, _ = found
+    _, beside = benchmark.run(
+        tiny, settings_of(data, tasks=("boolq",)), arms_of("random", "h2o", "snapkv"), tmp_path / "r.jsonl"
+    )
+    for record, alone in zip(beside, records[2:4], strict=True):
+        a, b = record["arms"]["h2o"]["25%"], alone["arms"]["h2o"]["25%"]
+        assert a["kl"] == pytest.approx(b["kl"], abs=1e-6) and a["answer"] == b["answer"]
+
+
+def test_results_of_other_settings_are_refused(tiny, data, found):
+    with pytest.raises(ConfigError, match="another evaluation"):
+        benchmark.run(tiny, settings_of(data, count=1), arms_of("h2o"), found[2])
+
+
+def test_an_answer_longer_than_the_context_is_a_reported_skip(tiny, data, tmp_path, caplog):
+    small = dataclasses.replace(tiny, config=dataclasses.replace(tiny.config, max_positions=64))
+    with caplog.at_level(logging.WARNING):
+        header, records = benchmark.run(
+            small,
+            settings_of(data, tasks=("dcache_longbench_trec",), most_new=None, length=60),
+            arms_of("h2o"),
+            tmp_path / "r",
+        )
+    assert all(record["arms"] == {} for record in records)
+    assert "2 examples skipped" in caplog.text
+    assert "2 examples were skipped" in benchmark.markdown(header, records)
+
+
+def test_unknown_tasks_and_missing_data(tiny, data, tmp_path):
+    with pytest.raises(ConfigError, match="gsm8k_cot"):
+        benchmark.load_tasks(settings_of(data, tasks=("gsm8k_co",)), tiny)
+    with pytest.raises(LoadError, match="gov_report"):
+        benchmark.load_tasks(settings_of(data, tasks=("dcache_longbench_gov_report",)), tiny)
+    with pytest.raises(LoadError, match="hub"):
+        benchmark.load_tasks(settings_of(data, tasks=("hellaswag",)), tiny)
+    with pytest.raises(ConfigError, match="no tasks"):
+        benchmark.Settings(tasks=())
+    with pytest.raises(ConfigError, match="count is 0"):
+        benchmark.Settings(tasks=("boolq",), count=0)
+
+
+def test_groups_and_tags_stand_for_their_tasks():
+    manager = benchmark._manager()
+    assert benchmark._leaves(manager, "dcache_longbench_code") == [
+        "dcache_longbench_lcc",
+        "dcache_longbench_repobench-p",
+    ]
+    assert len(benchmark._leaves(manager, "bbh_fewshot")) == 27
