@@ -58,8 +58,8 @@ class EvalConfig:
         evictions, 0 for once after the prefill. seed: of the prompts. accuracy: answer the retrieval prompts too.
       hide_question: query-agnostic compression: a policy sees a retrieval prompt without its question, which is fed after the
         eviction.
-      tasks: names of benchmark tasks (of lm-evaluation-harness or of `dcache.tasks`), separated by commas: these are run in place
-        of the held-out prompts, `prompts` items of each. The other fields are theirs, see `dcache.evaluate.benchmark.Settings`.
+      tasks: names of benchmark tasks (of lm-evaluation-harness or of `dcache.tasks`), separated by commas: these are run in
+        place of the held-out prompts, `prompts` items of each. The other fields are theirs, see `dcache.evaluate.benchmark.Settings`.
     """
 
     policies: tuple[str, ...]

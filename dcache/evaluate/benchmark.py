@@ -109,8 +109,8 @@ def load_tasks(settings: Settings, lm: LanguageModel) -> dict[str, Any]:
             except Exception as error:  # `datasets` and the harness raise many kinds.
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 raise ConfigError(
-                    f"The task {leaf!r} cannot be loaded ({type(error).__name__}: {reason}); give its files with data_dir, or run "
-                    "where the hub can be reached."
+                    f"The task {leaf!r} cannot be loaded ({type(error).__name__}: {reason}); give its files with data_dir, or "
+                    "run where the hub can be reached."
                 ) from error
             found |= loaded["tasks"]
     return found

@@ -200,6 +200,7 @@ def evict_prompt(
 def evict_again(
     students: kv.Cache, policies_: tuple[Policy, ...], weights: Any, allowed: Array, key: Array
 ) -> kv.Cache:
+    """A later eviction of all arms; students: a batch with one arm a row. The rest as in `evict_prompt`."""
     # Decided on stacked layers: the tails are short, and the compiler sees each policy once instead of once per layer.
     view = dataclasses.replace(students, layers=kv.stacked(students))
     caches = [_alone(view, arm) for arm in range(len(policies_))]

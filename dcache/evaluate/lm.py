@@ -76,8 +76,8 @@ class DCacheLM(TemplateLM):
 
     Args:
       pretrained: what `dcache.load` takes, or a loaded model. policy, budget: see `dcache.generate`.
-      dtype: of a model that is loaded here. batch_size: prompts that are answered together. max_length: longest prompt and answer
-        in tokens (default: the model's context). max_gen_toks: longest answer of tasks that do not say.
+      dtype: of a model that is loaded here. batch_size: prompts that are answered together. max_length: longest prompt and
+        answer in tokens (default: the model's context). max_gen_toks: longest answer of tasks that do not say.
       evict_every: tokens between evictions while an answer is written, 0 for once after the prefill.
     """
 
@@ -228,7 +228,7 @@ class DCacheLM(TemplateLM):
 
 
 def halves(lm: LanguageModel, text: str, prefix: int, longest: int) -> list[tuple[list[int], list[int]]]:
-    """A text's windows of at most `longest` tokens, each as the half that is read first (after the prefix token) and the other."""
+    """A text's windows of at most `longest` tokens, each as the half that is read first (after the prefix) and the other."""
     tokens = lm.tokenizer.encode(text).tolist()
     if not tokens:
         raise ConfigError("A text for perplexity is empty; leave it out.")

@@ -48,8 +48,8 @@ class Answer:
 
     Attributes:
       text: without what ended it. tokens: generated, an end token included. ended: whether an end token or text was reached.
-      kl: mean KL to the full cache in nats along the first `HORIZON` tokens of its answer, and top1: the share of them after which
-        the most likely token is the same; None if there are none. kept: share of what the policy saw that stays.
+      kl: mean KL to the full cache in nats along the first `HORIZON` tokens of its answer, and top1: the share of them after
+        which the most likely token is the same; None if there are none. kept: share of what the policy saw that stays.
       retained: the same by relative position.
     """
 
@@ -114,7 +114,7 @@ def _read(
     """Reads a prompt once and evicts for every arm.
 
     Args:
-      room: static, tokens that will follow. every: tokens between evictions, 0 for once. name: of the prompt, for `random`'s key.
+      room: static, tokens that will follow. every: tokens between evictions, 0 for once. name: of the prompt.
     """
     padded = np.zeros((1, size(len(tokens))), np.int32)
     padded[0, : len(tokens)] = tokens

@@ -33,7 +33,7 @@ def data(tmp_path_factory):
     write("gsm8k/test.jsonl", [solved | {"question": f"{i} and {i}: how many?"} for i in range(3)])
     write("boolq/boolq.jsonl", [{"passage": "Cats sleep a lot.", "question": f"do {i} cats sleep", "answer": i % 2 == 0}
                                 for i in range(3)])  # fmt: skip
-    trec = {"input": "Question: What is a cat?\nType:", "context": "Question: Who?\nType: Person\n" * 8,
+    trec = {"input": "Question: What is a cat?\nType:", "context": "Question: Who?\nType: Person\n" * 20,
             "answers": ["Animal"], "all_classes": ["Animal", "Person"], "length": 40, "dataset": "trec",
             "language": "en", "_id": "a"}  # fmt: skip
     write("longbench/trec.jsonl", [trec | {"_id": str(i)} for i in range(2)])
