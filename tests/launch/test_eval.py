@@ -1,8 +1,10 @@
 """`launch/eval.py` as a user starts it: in a process of its own."""
 
+import json
 import pathlib
 import subprocess
 import sys
+import time
 
 import jax
 import pytest
@@ -49,9 +51,39 @@ def test_evaluates_and_goes_on(workdir):
     assert results.read_bytes() == whole and second.stdout == first.stdout
 
 
+def test_a_benchmark_survives_kill_9(workdir, tmp_path):
+    data = tmp_path / "boolq"
+    data.mkdir()
+    lines = [{"passage": "Cats sleep.", "question": f"do {i} cats sleep", "answer": True} for i in range(3)]
+    (data / "boolq.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = (
+        f"--workdir={workdir}", "--config.eval.policies=('full', 'streaming_llm')", "--config.eval.budgets=(0.25,)",
+        "--config.eval.prompts=3", "--config.eval.tasks=boolq", f"--config.eval.data_dir={tmp_path}",
+    )  # fmt: skip
+    results = workdir / "benchmarks" / "results.jsonl"
+    first = subprocess.Popen(
+        [sys.executable, "launch/eval.py", "--config=configs/smollm2.py:tiny", *options], cwd=ROOT,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    for _ in range(1200):
+        if first.poll() is not None or (results.exists() and results.read_bytes().count(b"\n") >= 2):
+            break
+        time.sleep(0.1)
+    first.kill()
+    first.wait()
+    begun = results.read_bytes()
+    assert begun.count(b"\n") >= 2
+    done = run(*options)
+    assert done.returncode == 0, done.stderr
+    assert results.read_bytes().startswith(begun[: begun.rfind(b"\n") + 1])
+    assert results.read_bytes().count(b"\n") == 1 + 3
+    assert "| boolq (3) |" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [
+        ("--config.eval.tasks=gsm8k_co", "There is no task 'gsm8k_co'"),
         ("--config.eval.policies=('h3o',)", "Unknown policy 'h3o'"),
         ("--policy=nowhere", "no trained policy in 'nowhere'"),
     ],
