@@ -54,7 +54,9 @@ def localise(task: Mapping[str, Any], data_dir: str | pathlib.Path) -> dict[str,
             f"The task {task.get('task')!r} needs the dataset {path!r}{f' ({name})' if name else ''}, which has no place in "
             f"a data folder; run without data_dir where the hub can be reached. Known: {_KNOWN}."
         )
-    missing = [key for key in ("training_split", "validation_split", "test_split") if task.get(key) not in (None, *found)]
+    missing = [
+        key for key in ("training_split", "validation_split", "test_split") if task.get(key) not in (None, *found)
+    ]
     return {"custom_dataset": functools.partial(_given, found), **dict.fromkeys(missing)}
 
 

@@ -152,7 +152,9 @@ def _source(request: Request) -> str | pathlib.Path:
         return benchmarks.LONGBENCH_HUB
     folder = request.data_dir / "longbench"
     if not folder.is_dir():
-        raise LoadError(f"There is no directory {folder}; put LongBench's <task>.jsonl files and its config folder there.")
+        raise LoadError(
+            f"There is no directory {folder}; put LongBench's <task>.jsonl files and its config folder there."
+        )
     return folder
 
 
@@ -203,7 +205,9 @@ def _cut(docs: Sequence[Doc], request: Request, chat: bool, what: str) -> list[D
 def _texts(pieces: Sequence[Sequence[int]], request: Request, path: pathlib.Path, name: str) -> "datasets.DatasetDict":
     tokenizer, length = request.sized()
     if not pieces:
-        raise LoadError(f"{path} has no text of {length} tokens for {name}; ask for a shorter length or take the whole file.")
+        raise LoadError(
+            f"{path} has no text of {length} tokens for {name}; ask for a shorter length or take the whole file."
+        )
     docs = []
     for i, piece in enumerate(pieces):
         text = tokenizer.decode(piece)
