@@ -1,4 +1,4 @@
-"""The paper's training prompts, LongBench 2wikimqa and GSM8K train, through `datasets` from the hub or a directory.
+"""The paper's training prompts, LongBench 2wikimqa and GSM8K train, from the hub (through `datasets`) or a directory.
 
 A local directory of LongBench holds `<task>.jsonl` (or `<task>_e.jsonl`) and `config/dataset2prompt.json`, one of GSM8K
 holds `train.jsonl` and `test.jsonl`, as the benchmarks' own repositories have them.
@@ -8,7 +8,7 @@ import dataclasses
 import json
 import re
 import urllib.request
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ def longbench_rows(
         template = _template(templates or LONGBENCH_PROMPTS, base)
     else:
         path = _first_file(directory, (f"{task}.jsonl", f"{base}_e.jsonl"))
-        rows, origin = read_jsonl(path, _LONGBENCH_FIELDS), path.stem
+        rows, origin = read_jsonl(path, _LONGBENCH_FIELDS, count), path.stem
         template = _template(templates or directory / "config" / "dataset2prompt.json", base)
     return rows[:count], template, origin
 
@@ -263,49 +263,40 @@ def _invalid(row: Any, fields: Mapping[str, type]) -> str | None:
     return None
 
 
-def read_jsonl(path: Path, fields: Mapping[str, type]) -> list[dict[str, Any]]:
+def read_jsonl(path: Path, fields: Mapping[str, type], count: int | None = None) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines, each of which has certain fields of certain types.
 
+    Args:
+      count: the first so many, and the file is read no further: what is wrong behind them does not matter. None: all.
+
     Raises:
-      LoadError: the file is missing, not UTF-8 or empty, or a line is malformed; the message names the line.
+      LoadError: the file is missing, not UTF-8 or without items, or a line is malformed; the message names the line.
     """
-    import datasets
-
     try:
-        # Streaming reads the file itself and leaves no copy in a cache.
-        rows = list(datasets.load_dataset("json", data_files=str(path), split="train", streaming=True))
-    except Exception as error:  # `datasets` raises many kinds; the file itself tells which line is at fault.
-        rows = None
-        cause: Exception | None = error
-    else:
-        cause = None
-    if rows and not any(_invalid(row, fields) for row in rows):
-        return rows
-    _blame(path, fields, cause)
-    raise LoadError(
-        f"Cannot read {str(path)!r} ({cause or 'it holds no items'}); take the file from the benchmark again."
-    )
-
-
-def _blame(path: Path, fields: Mapping[str, type], cause: Exception | None) -> None:
-    """Raises an error that names the first bad line of a file, if there is one."""
-    try:
-        lines: Iterable[str] = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise LoadError(
             f"Cannot read {str(path)!r} as UTF-8 ({error}); take the file from the benchmark again."
         ) from error
+    rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
+        if count is not None and len(rows) == count:
+            break
         if not line.strip():
             continue
         try:
-            problem = _invalid(json.loads(line), fields)
+            row = json.loads(line)
+            problem = _invalid(row, fields)
         except ValueError as error:
             problem = f"not JSON ({error})"
         if problem:
             raise LoadError(
                 f"{path}, line {number}: {problem}; mend the line or take the file from the benchmark again."
-            ) from cause
+            )
+        rows.append(row)
+    if not rows:
+        raise LoadError(f"Cannot read {str(path)!r} (it holds no items); take the file from the benchmark again.")
+    return rows
 
 
 def _hub(repository: str, name: str, split: str, fields: Mapping[str, type]) -> list[dict[str, Any]]:
