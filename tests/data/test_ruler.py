@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import random
 import re
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 from dcache.data import ruler
 from dcache.data.ruler import counting, filler, fitting, niah, questions, source
 from dcache.errors import ConfigError, LoadError
-from dcache.tokenizer import ByteTokenizer
+from dcache.load import find_directory
+from dcache.tokenizer import ByteTokenizer, load_tokenizer
 
 NEEDLE = re.compile(r"One of the special magic (numbers|uuids) for (\S+) is: (\S+)\.")
 
@@ -200,10 +202,11 @@ def test_a_tokenizer_of_characters(task, data):
         _check_length(sample, ByteTokenizer())
 
 
-def test_the_default_models_tokenizer(smollm2, data):
+def test_the_default_models_tokenizer(data):
+    tokenizer = load_tokenizer(find_directory("smollm2"))
     for task in ruler.TASKS:
-        for sample in ruler.samples(task, smollm2.tokenizer, 1024, 2, data_dir=data):
-            _check_length(sample, smollm2.tokenizer)
+        for sample in ruler.samples(task, tokenizer, 1024, 2, data_dir=data):
+            _check_length(sample, tokenizer)
             _check(sample, data)
 
 
@@ -230,8 +233,6 @@ def test_long_word_lists_are_made_of_pairs(data):
 
 
 def test_frequencies_follow_zipfs_law():
-    import random
-
     words = counting.frequent_words(random.Random(0), 5000).render(1000, 0).partition("coded words. ")[2].split("\n")[0]
     found = sorted((words.split().count(word) for word in set(words.split())), reverse=True)
     assert found[:4] == [607, 151, 67, 37]  # 1000 / 1.6449 divided by 1, 4, 9, 16, rounded down
@@ -351,14 +352,14 @@ def test_task_files_in_the_harness(data, tiny):
 
     from dcache.tasks import PATH
 
-    metadata = {"tokenizer": tiny.tokenizer, "data_dir": str(data), "count": 2, "max_seq_lengths": [3072, 4096]}
+    metadata = {"tokenizer": tiny.tokenizer, "data_dir": str(data), "count": 2, "max_seq_lengths": [2560, 3072]}
     manager = TaskManager(include_path=PATH, include_defaults=False, metadata=metadata)
     loaded = manager.load(["dcache_ruler"])["tasks"]
     assert set(loaded) == {f"dcache_ruler_{task}" for task in ruler.TASKS}
     for name, task in loaded.items():
         base = name.removeprefix("dcache_ruler_")
         docs = list(task.test_docs())
-        assert [doc["max_length"] for doc in docs] == [3072, 3072, 4096, 4096]
+        assert [doc["max_length"] for doc in docs] == [2560, 2560, 3072, 3072]
         task.build_all_requests(rank=0, world_size=1)
         requests = task.instances
         assert len(requests) == 4

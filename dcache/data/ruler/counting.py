@@ -49,7 +49,7 @@ def _list(order: int, words: Sequence[str], often: int, seldom: int) -> str:
 
 _EXPONENT = 2.0
 _ZETA = math.pi**2 / 6  # Riemann's zeta of the exponent.
-_FEWEST = 73  # So many words that the third most frequent code stands at least once more than the fourth.
+_FEWEST = 74  # So many words that the third most frequent code stands at least once more than the fourth.
 
 
 def frequent_words(rng: random.Random, length: int) -> Draft:

@@ -5,7 +5,7 @@ import itertools
 import pathlib
 import random
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 
 from dcache.data.ruler import filler
 from dcache.data.ruler.fitting import Draft
@@ -87,40 +87,17 @@ def draft(task: str, rng: random.Random, length: int, data_dir: pathlib.Path | N
 
     if settings.haystack == "essay":
         words, label = filler.essays(data_dir)
-
-        def context(units: int, _: int) -> str:
-            text = " ".join(itertools.islice(itertools.cycle(words), units))
-            return _among_sentences(text, needles, random.Random(places))
-
-        def pieces(units: int) -> int:
-            return 0
-
+        context, pieces = _in_essay(words, needles, places)
     else:
         label = {"repeat": "repeat", "needle": "needles"}[settings.haystack]
         repeated = constant("prepare_niah", "haystack")
 
-        def lines() -> Iterator[str]:
+        def next_line() -> str:
             if settings.haystack == "repeat":
-                yield from itertools.repeat(repeated)
-            while True:
-                yield line(_unused(rng, settings.key, used), _unused(rng, settings.value, used))
+                return repeated
+            return line(_unused(rng, settings.key, used), _unused(rng, settings.value, used))
 
-        source = lines()
-        drawn: list[str] = []
-
-        def hay(units: int) -> list[str]:
-            drawn.extend(itertools.islice(source, max(0, units - len(drawn))))
-            return drawn[:units]
-
-        def context(units: int, cut: int) -> str:
-            found = hay(units)
-            positions = random.Random(places).sample(range(units), len(needles))
-            for position, needle in sorted(zip(positions, needles, strict=True), reverse=True):
-                found.insert(position, needle)
-            return "\n".join(found + ([filler.cut(hay(units + 1)[-1], cut)] if cut else []))
-
-        def pieces(units: int) -> int:
-            return len(filler.pieces(hay(units + 1)[-1])) - 1
+        context, pieces = _among_lines(next_line, needles, places)
 
     def render(units: int, cut: int) -> str:
         return question.format(context=context(units, cut), query=query)
@@ -141,11 +118,41 @@ def _wording(kind: str, query: str, single: bool) -> tuple[str, str]:
     )
 
 
-def _among_sentences(text: str, needles: list[str], rng: random.Random) -> str:
-    """Needles at random, different ones of 40 depths, each before the sentence that begins at its depth."""
-    found = filler.sentences(text)
-    depths = sorted(rng.sample(_DEPTHS, len(needles)))
-    positions = [int(len(found) * depth / 100) for depth in depths]
+_Context = Callable[[int, int], str]  # (units, pieces) -> filler with the needles in it; see `Draft.render`
+_Pieces = Callable[[int], int]
+
+
+def _in_essay(words: Sequence[str], needles: Sequence[str], places: int) -> tuple[_Context, _Pieces]:
+    """Units are words, never cut. Needles stand at random, different ones of 40 depths, each in front of a sentence."""
+
+    def context(units: int, _: int) -> str:
+        found = filler.sentences(" ".join(itertools.islice(itertools.cycle(words), units)))
+        depths = sorted(random.Random(places).sample(_DEPTHS, len(needles)))
+        return " ".join(_insert(found, [int(len(found) * depth / 100) for depth in depths], needles))
+
+    return context, lambda _: 0
+
+
+def _among_lines(next_line: Callable[[], str], needles: Sequence[str], places: int) -> tuple[_Context, _Pieces]:
+    """Units are lines, drawn one after the other as they are needed. Needles stand in front of random, different ones."""
+    drawn: list[str] = []
+
+    def lines(units: int) -> list[str]:
+        while len(drawn) < units:
+            drawn.append(next_line())
+        return drawn[:units]
+
+    def context(units: int, cut: int) -> str:
+        found = lines(units)
+        positions = sorted(random.Random(places).sample(range(units), len(needles)))
+        _insert(found, positions, needles)
+        return "\n".join(found + ([filler.cut(lines(units + 1)[-1], cut)] if cut else []))
+
+    return context, lambda units: len(filler.pieces(lines(units + 1)[-1])) - 1
+
+
+def _insert(found: list[str], positions: Sequence[int], needles: Sequence[str]) -> list[str]:
+    """Puts each needle in front of its (ascending) position."""
     for position, needle in reversed(list(zip(positions, needles, strict=True))):
         found.insert(position, needle)
-    return " ".join(found)
+    return found
