@@ -7,6 +7,7 @@ Task files, prompts, answers' filters and metrics are the harness's; what is new
 import collections
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import pathlib
@@ -220,14 +221,16 @@ def _examples(lm: LanguageModel, name: str, task: Any, settings: Settings) -> It
     chat = settings.chat if own is None else bool(own)
     long = _answer_length(task.get_config("generation_kwargs") or {}, settings) > 64
     count = settings.long_count if long and settings.long_count else settings.count
+    own_counts = own is not None  # this project's tasks take `count` items themselves, RULER's of every length
     task.build_all_requests(
-        limit=count, apply_chat_template=chat, tokenizer_name=lm.name,
-        chat_template=(lambda history, add_generation_prompt=True: model_class.chat_text(
-            lm.tokenizer, history, add_generation_prompt)) if chat else None,
+        limit=None if own_counts else count, apply_chat_template=chat, tokenizer_name=lm.name,
+        chat_template=functools.partial(model_class.chat_text, lm.tokenizer) if chat else None,
     )  # fmt: skip
     by_doc: dict[int, list[Instance]] = {}
     for instance in task.instances:
         by_doc.setdefault(instance.doc_id, []).append(instance)
+    if count is not None and not task.eval_docs[0].get("max_length"):
+        by_doc = dict(itertools.islice(by_doc.items(), count))
     for number, requests in by_doc.items():
         requests.sort(key=lambda request: request.idx)
         yield _Example(f"{name}@{number}", name, task, requests[0].doc, tuple(requests))
@@ -378,7 +381,7 @@ def markdown(header: Record, found: Sequence[Record]) -> str:
     methods = list(dict.fromkeys(arm["method"] for arm in header["arms"]))
     budgets = [name for name in dict.fromkeys(arm["budget"] for arm in header["arms"]) if name != "100%"]
     used = [record for record in found if record["arms"]]
-    tasks = list(dict.fromkeys(record["task"] for record in used))
+    tasks = list(dict.fromkeys(map(_row_name, used)))
     lines = []
     for budget in budgets:
         lines += [
@@ -388,7 +391,7 @@ def markdown(header: Record, found: Sequence[Record]) -> str:
             "|---" * (len(methods) + 1) + "|",
         ]
         for task in tasks:
-            rows = [record["arms"] for record in used if record["task"] == task]
+            rows = [record["arms"] for record in used if _row_name(record) == task]
             cells = [_cell([row[m].get(budget) or row[m]["100%"] for row in rows], m == "full") for m in methods]
             lines.append(f"| {task} ({len(rows)}) | {' | '.join(cells)} |")
         lines.append("")
@@ -396,6 +399,11 @@ def markdown(header: Record, found: Sequence[Record]) -> str:
     if left:
         lines.append(f"{left} examples were skipped: their answers leave no room for the prompt.")
     return "\n".join(lines) + "\n"
+
+
+def _row_name(record: Record) -> str:
+    """RULER's lengths have rows of their own."""
+    return f"{record['task']} at {record['doc_length']}" if "ruler" in record["task"] else record["task"]
 
 
 def _cell(results: Sequence[Mapping[str, Any]], full: bool) -> str:

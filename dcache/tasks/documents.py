@@ -71,7 +71,8 @@ def xquad(*, chat: bool, **metadata: Any) -> "datasets.DatasetDict":
     """Questions about one paragraph each, from a file in SQuAD's format: the English part of XQuAD (arXiv 1910.11856).
 
     Returns:
-      The split "test" with prompt, answers, dataset, cut and _id. The question is never cut.
+      The split "test" with prompt, answers, dataset, cut and _id, the first question about each paragraph first. The question is
+      never cut.
     """
     request = Request.of(metadata)
     path = request.file("ruler/xquad.en.json", "XQuAD's English part")
@@ -79,7 +80,7 @@ def xquad(*, chat: bool, **metadata: Any) -> "datasets.DatasetDict":
     try:
         for article in _json(path)["data"]:
             for paragraph in article["paragraphs"]:
-                for question in paragraph["qas"]:
+                for turn, question in enumerate(paragraph["qas"]):
                     tail = f"\n\nAnswer with a few words from the text.\nQuestion: {question['question']}\nAnswer:"
                     docs.append(
                         {
@@ -88,12 +89,14 @@ def xquad(*, chat: bool, **metadata: Any) -> "datasets.DatasetDict":
                             "answers": [_text(answer["text"]) for answer in question["answers"]],
                             "dataset": "xquad",
                             "_id": str(question["id"]),
+                            "turn": turn,
                         }
                     )
     except (KeyError, TypeError) as error:
         raise LoadError(
             f"{path}, question {len(docs) + 1}: not in SQuAD's format ({error!r}); take the file from XQuAD again."
         ) from error
+    docs.sort(key=lambda doc: doc.pop("turn"))  # so that the first so many are about as many paragraphs
     docs = _cut(docs[: request.count], request, chat, "XQuAD")
     for doc in docs:
         doc["prompt"] += doc.pop("tail")

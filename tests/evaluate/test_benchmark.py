@@ -136,3 +136,14 @@ def test_groups_and_tags_stand_for_their_tasks():
         "dcache_longbench_repobench-p",
     ]
     assert len(benchmark._leaves(manager, "bbh_fewshot")) == 27
+
+
+def test_every_length_of_ruler_has_its_items(tiny, tmp_path):
+    settings = benchmark.Settings(
+        tasks=("dcache_ruler_niah_single_1",), count=2, ruler_lengths=(1500, 2000), most_new=2
+    )
+    header, records = benchmark.run(tiny, settings, arms_of("streaming_llm"), tmp_path / "results.jsonl")
+    assert [record["doc_length"] for record in records] == [1500, 1500, 2000, 2000]
+    assert all(0.85 * r["doc_length"] < r["length"] <= r["doc_length"] for r in records)
+    table = benchmark.markdown(header, records)
+    assert "| dcache_ruler_niah_single_1 at 1500 (2) |" in table and "at 2000 (2) |" in table

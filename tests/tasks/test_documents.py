@@ -70,7 +70,8 @@ def test_groups_hold_every_task_with_its_settings(data):
         assert config.generation_kwargs["until"] == (["\n"] if task == "samsum" else [])
     assert tasks["dcache_longbench_gov_report"].config.generation_kwargs["max_gen_toks"] == 512
     assert tasks["dcache_longbench_2wikimqa"].config.generation_kwargs["max_gen_toks"] == 32
-    groups = TaskManager(include_path=PATH, include_defaults=False).all_groups
+    every = TaskManager(include_path=PATH, include_defaults=False).all_groups
+    groups = [name for name in every if name.startswith("dcache_longbench")]
     assert len(groups) == 1 + len(GROUPS)
     members = _load("dcache_longbench_single", data)
     assert list(members) == [f"dcache_longbench_{task}" for task in GROUPS["single-document"]]
