@@ -59,7 +59,7 @@ class EvalConfig:
       hide_question: query-agnostic compression: a policy sees a retrieval prompt without its question, which is fed after the
         eviction.
       tasks: names of benchmark tasks (of lm-evaluation-harness or of `dcache.tasks`), separated by commas: these are run in
-        place of the held-out prompts, `prompts` items of each. The other fields are theirs, see `dcache.evaluate.benchmark.Settings`.
+        place of the held-out prompts, `prompts` items of each. The other fields are theirs (`evaluate.benchmark.Settings`).
     """
 
     policies: tuple[str, ...]

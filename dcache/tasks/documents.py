@@ -71,8 +71,8 @@ def xquad(*, chat: bool, **metadata: Any) -> "datasets.DatasetDict":
     """Questions about one paragraph each, from a file in SQuAD's format: the English part of XQuAD (arXiv 1910.11856).
 
     Returns:
-      The split "test" with prompt, answers, dataset, cut and _id, the first question about each paragraph first. The question is
-      never cut.
+      The split "test" with prompt, answers, dataset, cut and _id, the first question about each paragraph first. The question
+      is never cut.
     """
     request = Request.of(metadata)
     path = request.file("ruler/xquad.en.json", "XQuAD's English part")
