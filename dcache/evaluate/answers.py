@@ -23,15 +23,15 @@ _EXACT = r"(gsm8k|bbh|boolq|dcache_ruler)\w*"
 
 
 def right(task: str, score: float) -> bool:
-    """Whether an answer counts as right: a full score where a task is exact, at least half of it elsewhere (F1, ROUGE-L)."""
+    """Whether an answer counts as right: a full score where a task is exact, half of it elsewhere (F1, ROUGE-L)."""
     return score >= (1.0 - 1e-6 if re.fullmatch(_EXACT, task) else 0.5)
 
 
 def repetitive(answer: str) -> bool:
     """Whether an answer ends in a loop.
 
-    Its last words (runs of letters and digits, or single signs; case counts) repeat a block of p words at least `COPIES` times in
-    a row, and the repetition covers at least `LOOP` words; the last copy may be unfinished, since answers are cut off. In other
+    Its last words (runs of letters and digits, or single signs; case counts) repeat a block of p words `COPIES` times or more
+    in a row, and the repetition covers at least `LOOP` words; the last copy may be unfinished, as answers are cut. In other
     words: the longest suffix of period p has at least max(COPIES p, LOOP) words, for some p.
     """
     words = re.findall(r"\w+|[^\w\s]", answer)
@@ -66,8 +66,8 @@ def mode(record: Record, method: str, budget: str) -> str | None:
 def lengths(record: Record, method: str, budget: str) -> tuple[float, float] | None:
     """Tokens of an answer and of the full cache's, or None where there is no answer.
 
-    The response length ratio is the mean of the first over the mean of the second. A mean of ratios would be ruled by answers of
-    a word or two, where one token more is twice the length.
+    The response length ratio is the mean of the first over the mean of the second. A mean of ratios would be ruled by answers
+    of a word or two, where one token more is twice the length.
     """
     full, ours = record["arms"][FULL[0]][FULL[1]], record["arms"][method][budget]
     if not full.get("answer_tokens") or ours.get("answer_tokens") is None:

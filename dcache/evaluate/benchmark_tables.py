@@ -16,7 +16,7 @@ class Section:
     """A part of a report.
 
     Attributes:
-      body: rows of the table; a row of one cell is a heading for those below it. links: (text, file) of what lies beside the page.
+      body: rows of the table; a row of one cell is a heading for those below it. links: (text, file) of other pages.
     """
 
     heading: str
@@ -122,8 +122,8 @@ def retention(found: Sequence[Run]) -> Section:
     full = quantities.measured(found, "score", *FULL, tasks)
     n = full.estimate.n if full else 0
     text = (
-        f"Share of the full cache's score, in percent, on the {len(tasks)} tasks (n={n}) on which the full cache is above chance: "
-        f"{', '.join(tasks)}. Elsewhere a retention would mean nothing; see KL and perplexity.",
+        f"Share of the full cache's score, in percent, on the {len(tasks)} tasks (n={n}) on which the full cache is above "
+        f"chance: {', '.join(tasks)}. Elsewhere a retention would mean nothing; see KL and perplexity.",
     )
     return Section("Retention", text, ("method", *budgets(found)), tuple(rows))
 
@@ -141,8 +141,8 @@ def fidelity(found: Sequence[Run]) -> Section:
 def errors(found: Sequence[Run]) -> Section:
     """Error modes and the length of the answers by budget."""
     return _by_budget(found, "Errors and length of the answers", (*answers.MODES, "length ratio"), (
-        "Error modes in percent of the items that the full cache gets right: repetitive, if the answer ends in a loop; overlength, "
-        "if it did not end where the full cache's did; incorrect, the rest.",
+        "Error modes in percent of the items that the full cache gets right: repetitive, if the answer ends in a loop; "
+        "overlength, if it did not end where the full cache's did; incorrect, the rest.",
     ))  # fmt: skip
 
 
@@ -183,8 +183,8 @@ def by_length(found: Sequence[Run]) -> list[Section]:
                     here = [quantities.measured(found, "score", method, budget, [pattern], bin) for bin in lengths]
                     body.append((method, *(f"{shown(m, 'score')} n={m.estimate.n}" if m else "n/a" for m in here)))
         text = (
-            "Mean score over tasks, in percent, by the power of two nearest to the prompt's length. The tasks behind two lengths may "
-            "differ, so compare within a column.",
+            "Mean score over tasks, in percent, by the power of two nearest to the prompt's length. The tasks behind two "
+            "lengths may differ, so compare within a column.",
         )
         sections.append(Section(f"{name} by context length", text, ("method", *lengths), tuple(body)))
     return sections

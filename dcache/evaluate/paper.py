@@ -109,8 +109,8 @@ TABLES = {
             "DistillCache": (18.5, 0.9, 0.5, 38.0),
         },
         machine="two RTX 4090",
-        note="Milliseconds from bench.json, tokens per second from the answers of the benchmark runs and the seconds noted with "
-        "them, on the machine of those runs.",
+        note="Milliseconds from bench.json, tokens per second from the answers of the benchmark runs and the seconds noted "
+        "with them, on the machine of those runs.",
     ),
     "table4": Table(
         "Table 4. Transfer to another model at 25%",
@@ -199,7 +199,7 @@ TABLES = {
         note="The paper does not say how its perplexity is counted; here: over all tokens, the rise in perplexity itself.",
     ),
     "figure2": Table("Figure 2. Which tokens of a sentence each method keeps", MISTRAL),
-    "figure3": Table("Figure 3", MISTRAL, note="What the paper's Figure 3 shows is not at hand; the curves over budgets are shown."),
+    "figure3": Table("Figure 3", MISTRAL, note="What the paper's Figure 3 shows is not at hand; here: curves over budgets."),
     "figure4": Table("Figure 4. Reward and policy entropy over training", MISTRAL),
     "figure5": Table("Figure 5. Share of the tokens kept by position", MISTRAL),
 }  # fmt: skip
@@ -210,8 +210,8 @@ class Cell:
     """One number of the paper beside this project's.
 
     Attributes:
-      paper, deviation: the paper's. ours: measured on the paper's model. difference: ours minus the paper's; its interval is that
-        of this project's prompts alone. other: measured on another model, which reproduces nothing.
+      paper, deviation: the paper's. ours: measured on the paper's model. difference: ours minus the paper's; its interval is
+        that of this project's prompts alone. other: measured on another model, which reproduces nothing.
       missing: why there is no reproduction, or "". remarks: warnings about the numbers.
     """
 

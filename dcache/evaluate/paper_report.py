@@ -7,7 +7,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dcache import metrics, workdir
@@ -62,6 +62,25 @@ def make_plan(config: Mapping[str, Any]) -> Plan:
     if config["name"] not in paper.TABLES:
         raise ConfigError(f"The paper has no {config['name']!r}; use one of {', '.join(paper.TABLES)}.")
     return Plan(**config)
+
+
+def make_plans(config: Mapping[str, Any], load: Callable[[str], Mapping[str, Any]]) -> list[Plan]:
+    """The plan of a configuration or, of one that names parts (configs/paper/all.py), the plans of all parts.
+
+    Parts take over the model, the runs and the viewer of the whole, where it has them. load: gives a part's configuration.
+
+    Raises:
+      ConfigError: as `make_plan`, or there is no such part.
+    """
+    if "parts" not in config:
+        return [make_plan(config)]
+    shared = {name: config[name] for name in ("model", "runs", "viewer") if config[name]}
+    plans = []
+    for part in config["parts"]:
+        if part not in paper.TABLES:
+            raise ConfigError(f"The paper has no {part!r}; use some of {', '.join(paper.TABLES)}.")
+        plans.append(make_plan({**load(part), **shared}))
+    return plans
 
 
 def short(model: str) -> str:
@@ -141,15 +160,15 @@ def section(plan: Plan, found: Sequence[Run], bench: Mapping[str, Any]) -> tuple
     for heading, column in columns.items():
         body.append((heading,))
         body += [_line(plan, column, cell, found) for cell in cells if cell.column == heading]
-    heads = ("method", "paper (sd)", "this project", "difference", f"{short(model)}, no reproduction", "of its full cache %", "n",
-             "remarks")  # fmt: skip
+    other = f"{short(model)}, no reproduction"
+    heads = ("method", "paper (sd)", "this project", "difference", other, "of its full cache %", "n", "remarks")
     filled = [i for i in range(len(heads)) if i < 3 or any(len(row) > 1 and row[i] for row in body)]
     rows = tuple(row if len(row) == 1 else tuple(row[i] for i in filled) for row in body)
     chosen = tuple(heads[i] for i in filled) if rows else ()
     text = [table.note] if table.note else []
     if cells and all(cell.ours is None for cell in cells) and any(cell.other for cell in cells):
         text.append(
-            f"The paper's numbers are of {table.model}. The column of {short(model)} shows the same measurement on another, smaller "
+            f"The paper's numbers are of {table.model}. The column of {short(model)} shows the same measurement on another "
             "model: it reproduces nothing, and only the order of its methods can be held against the paper's."
         )
     return Section(table.title, tuple(text), chosen, rows), cells
@@ -213,16 +232,17 @@ def draw(found: Sequence[Run], folder: pathlib.Path) -> list[Picture]:
     arms = benchmark_tables.arms(found)
     if len(arms) < 2:
         return []
+    name = short(found[0].header["model"])
     details = {(arm["method"], arm["budget"]): arm for run in found for arm in run.header["arms"]}
     header = {"arms": [details[arm] for arm in arms]}
     panels = []
-    for name, log, title in (
+    for quantity, log, title in (
         ("kl", True, "KL to the full cache"),
         ("score", False, "Mean score over tasks, in percent"),
         ("perplexity", False, "Perplexity"),
     ):
-        q = QUANTITIES[name]
-        numbers = {arm: quantities.measured(found, name, *arm, ["*"]) for arm in arms}
+        q = QUANTITIES[quantity]
+        numbers = {arm: quantities.measured(found, quantity, *arm, ["*"]) for arm in arms}
         scaled = {
             arm: dataclasses.replace(e, value=e.value * q.scale, low=e.low * q.scale, high=e.high * q.scale)
             for arm, measured in numbers.items()
@@ -237,12 +257,14 @@ def draw(found: Sequence[Run], folder: pathlib.Path) -> list[Picture]:
     drawn = []
     if panels:
         drawn.append(
-            Picture("Against the budget, with 95% intervals; trained policies stand out.", folder / "budget.png")
+            Picture(
+                "Against the budget, with 95% intervals; trained policies stand out.", folder / f"{name}-budget.png"
+            )
         )
         pictures.by_budget(header, panels, drawn[-1].path)
     shares = {arm: _retained(found, *arm) for arm in arms[1:]}
     if all(shares.values()):
-        drawn.append(Picture("Share of the tokens kept, by position in the prompt.", folder / "retained.png"))
+        drawn.append(Picture("Share of the tokens kept, by position in the prompt.", folder / f"{name}-retained.png"))
         pictures.retained_shares(header, shares, "All prompts", drawn[-1].path)
     return drawn
 
@@ -292,7 +314,7 @@ def write(plans: Sequence[Plan], folder: pathlib.Path, *, title: str, commands: 
     """Writes report.html, table.md, summary.json and the pictures.
 
     Args:
-      plans: at least one; all of one model. commands: that made this report. config: JSON-ready, shown as it is.
+      plans: at least one. commands: that made this report. config: JSON-ready, shown as it is.
 
     Returns:
       The Markdown text.
@@ -302,9 +324,7 @@ def write(plans: Sequence[Plan], folder: pathlib.Path, *, title: str, commands: 
     """
     folder.mkdir(parents=True, exist_ok=True)
     results = {tuple(places(plan)): gather(plan) for plan in plans}
-    every = {run.label: run for found, _ in results.values() for run in found}
-    found = list(every.values())
-    runs.check(found)
+    found = list({run.label: run for there, _ in results.values() for run in there}.values())
     sections, cells = [], {}
     for plan in plans:
         part, cells[plan.name] = section(plan, results[tuple(places(plan))][0], _bench(plan.bench))
@@ -316,15 +336,17 @@ def write(plans: Sequence[Plan], folder: pathlib.Path, *, title: str, commands: 
     missing = sorted({place for _, absent in results.values() for place in absent})
     if missing:
         sections.insert(0, Section("Not run", (f"No results in {', '.join(missing)}.",)))
-    if found:
-        sections += _own(plans, found, folder)
-    model = found[0].header["model"] if found else short(plans[0].model)
-    needed = list(dict.fromkeys(line.format(model=plans[0].model) for plan in plans for line in plan.commands))
+    models = list(dict.fromkeys(run.header["model"] for run in found))
+    for model in models:
+        own = _own(plans, [run for run in found if run.header["model"] == model], folder)
+        sections += [dataclasses.replace(part, heading=f"{short(model)}: {part.heading}") for part in own]
+    models = [short(model) for model in models or dict.fromkeys(plan.model for plan in plans)]
+    needed = list(dict.fromkeys(line.format(model=plan.model) for plan in plans for line in plan.commands))
     markdown = _markdown(title, sections)
     workdir.atomic_write(folder / "table.md", markdown)
     contents = {
         "title": title,
-        "model": model,
+        "models": models,
         "paper": {
             name: [_plain(dataclasses.asdict(cell)) for cell in found_cells] for name, found_cells in cells.items()
         },
@@ -335,7 +357,7 @@ def write(plans: Sequence[Plan], folder: pathlib.Path, *, title: str, commands: 
         "config": config,
     }
     workdir.atomic_write(folder / "summary.json", json.dumps(contents, indent=2, default=list, allow_nan=False) + "\n")
-    parts = [_head(title, model, sections), *map(_html, sections)]
+    parts = [_head(title, models, sections), *map(_html, sections)]
     parts += ["<h2>How to make this again</h2>", report.pre("\n".join([*needed, *commands]))]
     parts += ["<h2>Versions</h2>", report.table(["", "version"], [list(item) for item in report.versions().items()])]
     if found:
@@ -378,11 +400,11 @@ def _anchor(heading: str) -> str:
     return re.sub(r"\W+", "-", heading.lower()).strip("-")
 
 
-def _head(title: str, model: str, sections: Sequence[Section]) -> str:
+def _head(title: str, models: Sequence[str], sections: Sequence[Section]) -> str:
     links = "".join(f'<a href="#{_anchor(s.heading)}">{html.escape(s.heading.split(". ")[0])}</a>' for s in sections)
     intro = (
-        f"The paper (arXiv 2608.08878) beside what this project measured with {short(model)}. A number of the paper is compared "
-        'only with one measured on the paper\'s own model; "not run" says what is missing.'
+        f"The paper (arXiv 2608.08878) beside what this project measured with {' and '.join(models)}. A number of the paper is "
+        'compared only with one measured on the paper\'s own model; "not run" says what is missing.'
     )
     return f"<h1>{html.escape(title)}</h1><p>{html.escape(intro)}</p><nav>{links}</nav>"
 

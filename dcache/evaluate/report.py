@@ -110,6 +110,7 @@ def figure(picture: Picture) -> str:
 
 
 def pre(text: str) -> str:
+    """Text as it is, in a box that scrolls."""
     return f"<pre>{html.escape(text)}</pre>"
 
 

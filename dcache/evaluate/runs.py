@@ -1,7 +1,7 @@
 """Benchmark results of one model, read from one or several folders, and numbers over their prompts and seeds.
 
-A folder holds a `results.jsonl`: a header (model, settings, tasks, arms), then one line per example with the answers, scores and
-fidelity of all arms. Seeds are runs of their own: what two folders hold of the same prompts is averaged prompt by prompt.
+A folder holds a `results.jsonl`: a header (model, settings, tasks, arms), then one line per example with the answers, scores
+and fidelity of all arms. Seeds are runs of their own: what two folders hold of the same prompts is averaged prompt by prompt.
 """
 
 import dataclasses
@@ -123,8 +123,8 @@ def check(runs: Sequence[Run]) -> None:
             differ = [name for name in {*ours, *theirs} - {"seed"} if ours.get(name) != theirs.get(name)]
             if shared and differ:
                 raise ConfigError(
-                    f"{other.label} and {run.label} hold the same tasks under different settings ({', '.join(sorted(differ))}); "
-                    "give only one of them."
+                    f"{other.label} and {run.label} hold the same tasks under different settings "
+                    f"({', '.join(sorted(differ))}); give only one of them."
                 )
 
 
