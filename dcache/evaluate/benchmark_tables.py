@@ -56,12 +56,17 @@ def scored(found: Sequence[Run]) -> list[str]:
 
 
 def above_chance(found: Sequence[Run]) -> list[str]:
-    """The tasks on which the full cache is clearly better than guessing, so that a retention has a meaning."""
+    """The tasks on which the full cache is clearly better than guessing, so that a retention has a meaning.
+
+    The subtasks of BBH are looked at together, since each may have a prompt or two.
+    """
+    tasks = scored(found)
     good = []
-    for task in scored(found):
-        full = quantities.measured(found, "score", *FULL, [task])
+    for group in dict.fromkeys(map(runs.stratum, tasks)):
+        members = [task for task in tasks if runs.stratum(task) == group]
+        full = quantities.measured(found, "score", *FULL, members)
         if full and not chance.at_chance(full.estimate, full.guessing):
-            good.append(task)
+            good += members
     return good
 
 

@@ -7,7 +7,6 @@ print none, and what this project knows of the paper has nothing of Table 5.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from dcache.evaluate import chance
 from dcache.evaluate.runs import Measured
 from dcache.evaluate.statistics import Estimate, too_wide, undecided
 
@@ -254,8 +253,6 @@ def compare(
             missing = needs if not reproduces else (here if isinstance(here, str) else "")
             remarks = [] if number or reproduces else [f"{model}: {here}"]
             if number and column.quantity == "score":
-                if row == FULL and chance.at_chance(number.estimate, number.guessing):
-                    remarks.append("full cache at chance")
                 remarks.append(too_wide(number.estimate))
             if difference is not None:
                 remarks.append(undecided(difference))

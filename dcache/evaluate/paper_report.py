@@ -12,7 +12,7 @@ from typing import Any
 
 from dcache import metrics, workdir
 from dcache.errors import ConfigError, LoadError
-from dcache.evaluate import benchmark_tables, chance, paper, pictures, quantities, report, runs, statistics
+from dcache.evaluate import benchmark_tables, paper, pictures, quantities, report, runs, statistics
 from dcache.evaluate.answers import FULL
 from dcache.evaluate.benchmark_tables import Section, shown
 from dcache.evaluate.paper import Cell, Column, Table
@@ -156,16 +156,19 @@ def section(plan: Plan, found: Sequence[Run], bench: Mapping[str, Any]) -> tuple
     scales = {name: q.scale for name, q in QUANTITIES.items()}
     cells = paper.compare(table, model, measurements(plan, table, found, bench), scales)
     columns = {column.heading: column for column in table.columns}
+    above = benchmark_tables.above_chance(found)
     body: list[tuple[str, ...]] = []
     for heading, column in columns.items():
         body.append((heading,))
-        body += [_line(plan, column, cell, found) for cell in cells if cell.column == heading]
+        body += [_line(plan, column, cell, found, above) for cell in cells if cell.column == heading]
     other = f"{short(model)}, no reproduction"
     heads = ("method", "paper (sd)", "this project", "difference", other, "of its full cache %", "n", "remarks")
     filled = [i for i in range(len(heads)) if i < 3 or any(len(row) > 1 and row[i] for row in body)]
     rows = tuple(row if len(row) == 1 else tuple(row[i] for i in filled) for row in body)
     chosen = tuple(heads[i] for i in filled) if rows else ()
     text = [table.note] if table.note else []
+    if plan.name in ("figure3", "figure5"):
+        text.append("See the pictures below." if found else f"not run: no results in {', '.join(places(plan))}")
     if cells and all(cell.ours is None for cell in cells) and any(cell.other for cell in cells):
         text.append(
             f"The paper's numbers are of {table.model}. The column of {short(model)} shows the same measurement on another "
@@ -174,21 +177,25 @@ def section(plan: Plan, found: Sequence[Run], bench: Mapping[str, Any]) -> tuple
     return Section(table.title, tuple(text), chosen, rows), cells
 
 
-def _line(plan: Plan, column: Column, cell: Cell, found: Sequence[Run]) -> tuple[str, ...]:
+def _line(plan: Plan, column: Column, cell: Cell, found: Sequence[Run], above: Sequence[str]) -> tuple[str, ...]:
     """A row of a paper's table as text."""
-    printed = "–" if cell.paper is None else f"{cell.paper:g}"
+    digits = QUANTITIES[column.quantity].digits if column.quantity in QUANTITIES else 1
+    printed = "–" if cell.paper is None else f"{cell.paper:.{digits}f}"
     if cell.deviation is not None:
-        printed += f" ({cell.deviation:g})"
+        printed += f" ({cell.deviation:.{digits}f})"
     measured = cell.ours or cell.other
     remarks = list(cell.remarks)
+    text, kept = _text(measured, column.quantity), ""
+    if measured and column.quantity == "score":
+        kept, warnings = _kept(plan, column, cell, measured, found, above)
+        # One warning is enough: a share is less certain than a score.
+        remarks = [*warnings, *(r for r in remarks if not (warnings and r.startswith("too wide")))]
     if measured:
-        remarks += _made_of(plan.tasks.get(column.tasks, ()), measured, QUANTITIES.get(column.quantity))
-    text = _text(measured, column.quantity)
-    kept = _kept(plan, column, cell, found) if measured and column.quantity == "score" else ""
-    return (
-        cell.row, printed, text if cell.ours else cell.missing, number(cell.difference, 1) if cell.difference else "",
-        text if cell.other else "", kept, str(measured.estimate.n) if measured else "", "; ".join(dict.fromkeys(remarks)),
-    )  # fmt: skip
+        remarks = [*remarks, *_made_of(plan.tasks.get(column.tasks, ()), measured, QUANTITIES.get(column.quantity))]
+    difference = number(cell.difference, digits) if cell.difference else ""
+    here, elsewhere = (text, "") if cell.ours else (cell.missing, text if cell.other else "")
+    n = str(measured.estimate.n) if measured else ""
+    return cell.row, printed, here, difference, elsewhere, kept, n, "; ".join(filter(None, dict.fromkeys(remarks)))
 
 
 def _text(measured: Measured | None, quantity: str) -> str:
@@ -209,18 +216,24 @@ def _made_of(patterns: Sequence[str], measured: Measured, q: quantities.Quantity
     return remarks
 
 
-def _kept(plan: Plan, column: Column, cell: Cell, found: Sequence[Run]) -> str:
-    """A method's score over the full cache's, or why that would mean nothing."""
+def _kept(
+    plan: Plan, column: Column, cell: Cell, measured: Measured, found: Sequence[Run], above: Sequence[str]
+) -> tuple[str, list[str]]:
+    """A method's score over the full cache's where that means something, and remarks on where it does not.
+
+    Args:
+      above: tasks on which the full cache is above chance; only they count.
+    """
     method = plan.methods[cell.row]
+    tasks = [task for task in measured.tasks if task in above]
+    if not tasks:
+        return "full cache at chance", []
+    low = len(measured.tasks) - len(tasks)
+    remarks = [f"full cache at chance on {low} of {len(measured.tasks)} tasks, left out of the share"] if low else []
     if method == FULL[0]:
-        return ""
-    tasks = plan.tasks[column.tasks]
-    holding = runs.having(found, method, column.budget)
-    full = quantities.measured(holding, "score", *FULL, tasks, column.bin)
-    if full is None or chance.at_chance(full.estimate, full.guessing):
-        return "full cache at chance"
-    kept = quantities.measured(holding, "retention", method, column.budget, tasks, column.bin)
-    return f"{shown(kept, 'retention')} {statistics.too_wide(kept.estimate) if kept else ''}".strip()
+        return "", remarks
+    kept = quantities.measured(found, "retention", method, column.budget, tasks, column.bin)
+    return shown(kept, "retention"), [*remarks, statistics.too_wide(kept.estimate) if kept else ""]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -274,36 +287,34 @@ def _retained(found: Sequence[Run], method: str, budget: str) -> list[list[float
     return [cell["retained"] for cell in cells if cell.get("retained")]
 
 
-def curves(plan: Plan, folder: pathlib.Path) -> Section:
-    """Reward and entropy over training, of the runs that are there."""
+def curves(plan: Plan, folder: pathlib.Path, part: Section) -> Section:
+    """A section with reward and entropy against steps, of the training runs that are there."""
     logs = {
         label: pathlib.Path(run.format(model=short(plan.model))) / metrics.FILE for label, run in plan.training.items()
     }
     there = {label: path for label, path in logs.items() if path.is_file()}
-    text = tuple(
-        f"not run: {label} ({path.parent} holds no {path.name})" for label, path in logs.items() if label not in there
-    )
-    heading = "Training: reward, loss and entropy against steps"
+    absent = ", ".join(f"{label} ({path.parent})" for label, path in logs.items() if label not in there)
+    text = (*part.text, *([f"not run: {absent}"] if absent else []))
     if not there:
-        return Section(heading, text)
+        return dataclasses.replace(part, text=text)
     picture = Picture("Over training steps; thick: running mean.", folder / f"{plan.name}-training.png")
     pictures.training(there, picture.path)
-    return Section(heading, text, pictures=(picture,))
+    return dataclasses.replace(part, text=text, pictures=(picture,))
 
 
-def view(plan: Plan, folder: pathlib.Path) -> Section:
-    """Where the token-level view lies.
+def view(plan: Plan, folder: pathlib.Path, part: Section) -> Section:
+    """A section with the way to the token-level view.
 
     Raises:
       LoadError: the file that was named is not there.
     """
-    heading = "Token by token"
     if not plan.viewer:
-        return Section(heading, ("not made: give the retention viewer's file with --config.viewer=FILE.",))
+        text = "not made: give the retention viewer's file with --config.viewer=FILE."
+        return dataclasses.replace(part, text=(*part.text, text))
     if not pathlib.Path(plan.viewer).is_file():
         raise LoadError(f"There is no retention viewer {plan.viewer!r}; make it, or leave config.viewer empty.")
-    relative = os.path.relpath(plan.viewer, folder)
-    return Section(heading, (f"The retention viewer is a page of its own: {relative}",), links=(("Open it", relative),))
+    link = ("The retention viewer, a page of its own", os.path.relpath(plan.viewer, folder))
+    return dataclasses.replace(part, links=(link,))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -328,11 +339,9 @@ def write(plans: Sequence[Plan], folder: pathlib.Path, *, title: str, commands: 
     sections, cells = [], {}
     for plan in plans:
         part, cells[plan.name] = section(plan, results[tuple(places(plan))][0], _bench(plan.bench))
-        sections.append(part)
         if plan.training:
-            sections.append(curves(plan, folder))
-        if plan.name == "figure2":
-            sections.append(view(plan, folder))
+            part = curves(plan, folder, part)
+        sections.append(view(plan, folder, part) if plan.name == "figure2" else part)
     missing = sorted({place for _, absent in results.values() for place in absent})
     if missing:
         sections.insert(0, Section("Not run", (f"No results in {', '.join(missing)}.",)))

@@ -135,6 +135,8 @@ def _lines(
     axis.set_ylabel(unit)
     to, back = (math.log, math.exp) if log else (float, float)
     low, high = map(to, axis.get_ylim())
+    if log:  # Less than a decade shows too few of the main marks to be read.
+        axis.yaxis.set_minor_formatter("{x:g}" if high - low < math.log(10) else "")
     for method, height in _apart({m: to(y) for m, y in ends.items()}, 0.055 * (high - low)).items():
         colour = looks[method]["color"]
         axis.annotate(

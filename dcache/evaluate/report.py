@@ -15,6 +15,8 @@ from dcache.evaluate.tables import Record
 
 _PACKAGES = ("dcache", "jax", "flax", "optax", "numpy", "transformers")
 
+_LONG = 32
+
 _CSS = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 960px; margin: auto; padding: 1em }
 h1 { font-size: 1.5em } h2 { font-size: 1.2em; margin-top: 2em }
@@ -22,8 +24,9 @@ h1 { font-size: 1.5em } h2 { font-size: 1.2em; margin-top: 2em }
 table { border-collapse: collapse; font-size: .9em; white-space: nowrap }
 th, td { padding: .25em .7em; text-align: left; border-bottom: 1px solid #ddd } tr.trained td { font-weight: bold }
 td:first-child, th:first-child { position: sticky; left: 0; background: #fff } tr.part td { color: #555; padding-top: .9em }
-.note { color: #555; font-size: .9em } nav { columns: 14em } nav a { display: block }
-@media (max-width: 600px) { td:first-child { max-width: 8.5em; white-space: normal } }
+.note { color: #555; font-size: .9em } nav { columns: 10em }
+td.long { white-space: normal; min-width: 12em } nav a { display: block }
+@media (max-width: 600px) { td:first-child { max-width: 8.5em; white-space: normal; overflow-wrap: anywhere } }
 pre { background: #f4f4f4; padding: .8em; overflow-x: auto; font-size: .85em }
 """
 
@@ -123,5 +126,10 @@ def table(heads: Sequence[str], body: Sequence[Sequence[str]], trained: Collecti
             lines.append(f'<tr class="part"><td colspan="{len(heads)}">{html.escape(line[0])}</td></tr>')
             continue
         mark = ' class="trained"' if line[0] in trained else ""
-        lines.append(f"<tr{mark}>" + "".join(f"<td>{html.escape(text)}</td>" for text in line) + "</tr>")
+        # Sentences may break into lines, numbers with their intervals may not.
+        cells = (
+            f'<td class="long">{html.escape(text)}</td>' if len(text) > _LONG else f"<td>{html.escape(text)}</td>"
+            for text in line
+        )
+        lines.append(f"<tr{mark}>{''.join(cells)}</tr>")
     return f'<div class="scroll"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
