@@ -31,9 +31,9 @@ METHODS = {
 
 
 def evaluation(tasks: str, budgets: str = "(0.25,)") -> str:
-    """The command that runs the benchmarks; "{model}" is filled in by the report."""
+    """The command that runs the benchmarks; the report fills in "{model}" and "{config}"."""
     return (
-        f"python launch/eval.py --config=configs/mistral7b.py --config.model={{model}} --config.eval.tasks={tasks} "
+        f"python launch/eval.py --config=configs/{{config}}.py --config.model={{model}} --config.eval.tasks={tasks} "
         + (f"--config.eval.budgets='{budgets}'")
     )
 

@@ -31,7 +31,8 @@ class Plan:
       budgets, seeds: that are to be run. tasks: name of a group -> tasks (names, or patterns with *).
       runs: folders of results; empty for runs/benchmarks/<model>, with -seed<N> for every seed but 0.
       training: label -> folder of a training run whose curves are drawn. bench: file that launch/bench.py wrote. viewer: HTML
-      file of the retention viewer, or "". commands: that make what is needed; "{model}" stands for the model.
+      file of the retention viewer, or "". commands: that make what is needed, with "{model}" and "{config}"
+      for the model and its training configuration.
     """
 
     name: str
@@ -81,6 +82,10 @@ def make_plans(config: Mapping[str, Any], load: Callable[[str], Mapping[str, Any
             raise ConfigError(f"The paper has no {part!r}; use some of {', '.join(paper.TABLES)}.")
         plans.append(make_plan({**load(part), **shared}))
     return plans
+
+
+def _command(line: str, model: str) -> str:
+    return line.format(model=model, config="smollm2" if short(model) == "smollm2" else "mistral7b")
 
 
 def short(model: str) -> str:
@@ -350,7 +355,7 @@ def write(plans: Sequence[Plan], folder: pathlib.Path, *, title: str, commands: 
         own = _own(plans, [run for run in found if run.header["model"] == model], folder)
         sections += [dataclasses.replace(part, heading=f"{short(model)}: {part.heading}") for part in own]
     models = [short(model) for model in models or dict.fromkeys(plan.model for plan in plans)]
-    needed = list(dict.fromkeys(line.format(model=plan.model) for plan in plans for line in plan.commands))
+    needed = list(dict.fromkeys(_command(line, plan.model) for plan in plans for line in plan.commands))
     markdown = _markdown(title, sections)
     workdir.atomic_write(folder / "table.md", markdown)
     contents = {

@@ -25,8 +25,11 @@ table { border-collapse: collapse; font-size: .9em; white-space: nowrap }
 th, td { padding: .25em .7em; text-align: left; border-bottom: 1px solid #ddd } tr.trained td { font-weight: bold }
 td:first-child, th:first-child { position: sticky; left: 0; background: #fff } tr.part td { color: #555; padding-top: .9em }
 .note { color: #555; font-size: .9em } nav { columns: 10em }
-td.long { white-space: normal; min-width: 12em } nav a { display: block }
-@media (max-width: 600px) { td:first-child { max-width: 8.5em; white-space: normal; overflow-wrap: anywhere } }
+td.long { white-space: normal; min-width: 15em } nav a { display: block }
+@media (max-width: 600px) {
+  td:first-child { min-width: 7em; max-width: 8.5em; white-space: normal; overflow-wrap: anywhere }
+  td.long { min-width: 11em }
+}
 pre { background: #f4f4f4; padding: .8em; overflow-x: auto; font-size: .85em }
 """
 
