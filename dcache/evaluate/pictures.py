@@ -7,7 +7,7 @@ import os
 import pathlib
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from dcache.errors import LoadError
 from dcache.evaluate import tables
+from dcache.evaluate.statistics import Estimate
 from dcache.evaluate.tables import Cell, Record
 
 _COLOURS = ("#999999", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F6000", "#0072B2")
@@ -60,9 +61,9 @@ def kl_by_budget(header: Record, table: Sequence[Cell], path: str | os.PathLike[
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(len(kinds), 1, figsize=(7, height * len(kinds)), squeeze=False)
         for axis, kind in zip(axes[:, 0], kinds, strict=True):
-            found = {(c.method, c.budget): c for c in table if c.kind == kind and c.kl is not None}
+            found = {(c.method, c.budget): c.kl for c in table if c.kind == kind and c.kl is not None}
             if len(budgets) > 1:
-                _lines(axis, found, budgets, looks)
+                _lines(axis, found, budgets, looks, "nats per token (less is better)")
             else:
                 _rows(axis, found, budgets[0], looks)
             axis.set_title(f"{tables.KINDS[kind]}: KL to the full cache, 95% intervals")
@@ -74,18 +75,50 @@ def _label(method: str) -> str:
     return textwrap.fill(method, 28)
 
 
-def _bounds(cell: Cell) -> tuple[float, float, float]:
-    """Mean and finite ends of the interval (the mean where there is none) of a cell's KL; above 0 for a logarithm."""
-    kl = cell.kl
-    assert kl is not None
-    low, high = (x if math.isfinite(x) else kl.value for x in (kl.low, kl.high))
-    return max(kl.value, 1e-6), max(low, 1e-6), max(high, 1e-6)
+def _bounds(number: Estimate, least: float = 1e-6) -> tuple[float, float, float]:
+    """Value and finite ends of the interval (the value where there is none); at least `least`, for a logarithm."""
+    low, high = (x if math.isfinite(x) else number.value for x in (number.low, number.high))
+    return max(number.value, least), max(low, least), max(high, least)
 
 
-def _lines(axis, found: Mapping[tuple[str, str], Cell], budgets: Sequence[str], looks: Mapping[str, dict]) -> None:
+class Panel(NamedTuple):
+    """A quantity against the budget.
+
+    Attributes:
+      found: (method, budget) -> number. full: the full cache's, drawn as a level; None to leave it out. log: for quantities
+        that fall to 0 at the full cache.
+    """
+
+    title: str
+    unit: str
+    found: Mapping[tuple[str, str], Estimate]
+    full: float | None
+    log: bool
+
+
+def by_budget(header: Record, panels: Sequence[Panel], path: str | os.PathLike[str]) -> None:
+    """Several quantities against the budget, one below the other: a line per method, with its intervals."""
+    budgets = list(dict.fromkeys(budget for _, budget, _ in tables.columns(header)[1:]))
+    looks = _looks(header)
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(len(panels), 1, figsize=(7, 4.2 * len(panels)), squeeze=False)
+        for axis, panel in zip(axes[:, 0], panels, strict=True):
+            if panel.full is not None:
+                axis.axhline(panel.full, color="#444444", linewidth=1.0, linestyle=":")
+                axis.annotate("full cache", (-0.28, panel.full), (0, 3), textcoords="offset points", fontsize=8)
+            _lines(axis, panel.found, budgets, looks, panel.unit, log=panel.log)
+            axis.set_title(panel.title)
+        _save(figure, path)
+
+
+def _lines(
+    axis, found: Mapping[tuple[str, str], Estimate], budgets: Sequence[str], looks: Mapping[str, dict], unit: str, *,
+    log: bool = True,
+) -> None:  # fmt: skip
     ends = {}
+    least = 1e-6 if log else -math.inf
     for i, (method, look) in enumerate(looks.items()):
-        cells = [(x, _bounds(found[method, b])) for x, b in enumerate(budgets) if (method, b) in found]
+        cells = [(x, _bounds(found[method, b], least)) for x, b in enumerate(budgets) if (method, b) in found]
         if not cells:
             continue
         # Shifted a little sideways, so that intervals do not hide each other.
@@ -93,17 +126,21 @@ def _lines(axis, found: Mapping[tuple[str, str], Cell], budgets: Sequence[str], 
         value, low, high = np.asarray([bounds for _, bounds in cells]).T
         axis.errorbar(x, value, yerr=[np.maximum(value - low, 0), np.maximum(high - value, 0)], capsize=2, **look)
         ends[method] = value[-1]
-    axis.set_yscale("log")
+    if log:
+        axis.set_yscale("log")
     axis.yaxis.set_major_formatter("{x:g}")
     axis.set_xticks(range(len(budgets)), budgets)
     axis.set_xlim(-0.3, len(budgets) - 1 + 0.95)
     axis.set_xlabel("budget (share of the tokens kept)")
-    axis.set_ylabel("nats per token (less is better)")
-    low, high = np.log(axis.get_ylim())
-    for method, height in _apart({m: math.log(y) for m, y in ends.items()}, 0.055 * (high - low)).items():
+    axis.set_ylabel(unit)
+    to, back = (math.log, math.exp) if log else (float, float)
+    low, high = map(to, axis.get_ylim())
+    if log:  # Less than a decade shows too few of the main marks to be read.
+        axis.yaxis.set_minor_formatter("{x:g}" if high - low < math.log(10) else "")
+    for method, height in _apart({m: to(y) for m, y in ends.items()}, 0.055 * (high - low)).items():
         colour = looks[method]["color"]
         axis.annotate(
-            _label(method), (len(budgets) - 1 + 0.08, ends[method]), (len(budgets) - 1 + 0.25, math.exp(height)), va="center",
+            _label(method), (len(budgets) - 1 + 0.08, ends[method]), (len(budgets) - 1 + 0.25, back(height)), va="center",
             color=colour, fontweight="bold" if colour == _TRAINED else "normal",
             arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.6, "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 0},
         )  # fmt: skip
@@ -120,7 +157,7 @@ def _apart(heights: Mapping[str, float], gap: float) -> dict[str, float]:
     return {name: p - push for name, p in zip(order, placed, strict=True)}
 
 
-def _rows(axis, found: Mapping[tuple[str, str], Cell], budget: str, looks: Mapping[str, dict]) -> None:
+def _rows(axis, found: Mapping[tuple[str, str], Estimate], budget: str, looks: Mapping[str, dict]) -> None:
     methods = sorted((m for m in looks if (m, budget) in found), key=lambda m: -_bounds(found[m, budget])[0])
     for y, method in enumerate(methods):
         value, low, high = _bounds(found[method, budget])
@@ -138,8 +175,26 @@ def _rows(axis, found: Mapping[tuple[str, str], Cell], budget: str, looks: Mappi
 
 
 def retained(header: Record, records: Sequence[Record], path: str | os.PathLike[str]) -> None:
-    """Share of the tokens kept by relative position in the prompt: a panel per method, a line per budget."""
+    """Share of the tokens kept by relative position in the prompt, as `retained_shares`, for the first kind of prompts."""
     kind = next(k for k in tables.KINDS if any(r["kind"] == k for r in records))
+    shares = {
+        (method, budget): [r["arms"][method][budget]["retained"] for r in records if r["kind"] == kind]
+        for method, budget, _ in tables.columns(header)[1:]
+    }
+    retained_shares(header, shares, tables.KINDS[kind], path)
+
+
+def retained_shares(
+    header: Record,
+    shares: Mapping[tuple[str, str], Sequence[Sequence[float]]],
+    title: str,
+    path: str | os.PathLike[str],
+) -> None:
+    """Share of the tokens kept by relative position: a panel per method, a line per budget.
+
+    Args:
+      shares: (method, budget) of every arm but the full cache -> for each prompt the shares of equal parts of it, in order.
+    """
     arms = tables.columns(header)[1:]
     methods, budgets = list(dict.fromkeys(m for m, _, _ in arms)), list(dict.fromkeys(b for _, b, _ in arms))
     looks = _looks(header)
@@ -153,8 +208,7 @@ def retained(header: Record, records: Sequence[Record], path: str | os.PathLike[
             axis.set_axis_off()
         for axis, method in zip(axes.flat, methods, strict=False):
             for shade, budget in zip(np.linspace(1.0, 0.35, len(budgets)), budgets, strict=True):
-                rows = [r["arms"][method][budget]["retained"] for r in records if r["kind"] == kind]
-                share = 100 * np.mean(rows, axis=0)
+                share = 100 * np.mean(shares[method, budget], axis=0)
                 centres = (np.arange(len(share)) + 0.5) / len(share)
                 axis.plot(centres, share, color=looks[method]["color"], alpha=shade, linewidth=1.8)
                 if axis is axes[0, 0] and len(budgets) > 1:
@@ -166,7 +220,7 @@ def retained(header: Record, records: Sequence[Record], path: str | os.PathLike[
         figure.supxlabel("relative position in the prompt (0 = start)", fontsize=10)
         figure.supylabel("tokens kept (%)", fontsize=10)
         budget_text = f" at {budgets[0]}" if len(budgets) == 1 else ""
-        figure.suptitle(f"{tables.KINDS[kind]}: what is kept where{budget_text}", fontsize=11)
+        figure.suptitle(f"{title}: what is kept where{budget_text}", fontsize=11)
         _save(figure, path)
 
 

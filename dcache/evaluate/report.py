@@ -7,7 +7,7 @@ import json
 import os
 import pathlib
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from dcache.evaluate import tables
@@ -15,12 +15,21 @@ from dcache.evaluate.tables import Record
 
 _PACKAGES = ("dcache", "jax", "flax", "optax", "numpy", "transformers")
 
+_LONG = 32
+
 _CSS = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 960px; margin: auto; padding: 1em }
 h1 { font-size: 1.5em } h2 { font-size: 1.2em; margin-top: 2em }
 .scroll { overflow-x: auto } img { max-width: 100%; height: auto } figure { margin: 1em 0 }
 table { border-collapse: collapse; font-size: .9em; white-space: nowrap }
 th, td { padding: .25em .7em; text-align: left; border-bottom: 1px solid #ddd } tr.trained td { font-weight: bold }
+td:first-child, th:first-child { position: sticky; left: 0; background: #fff } tr.part td { color: #555; padding-top: .9em }
+.note { color: #555; font-size: .9em } nav { columns: 10em }
+td.long { white-space: normal; min-width: 15em } nav a { display: block }
+@media (max-width: 600px) {
+  td:first-child { min-width: 7em; max-width: 8.5em; white-space: normal; overflow-wrap: anywhere }
+  td.long { min-width: 11em }
+}
 pre { background: #f4f4f4; padding: .8em; overflow-x: auto; font-size: .85em }
 """
 
@@ -53,7 +62,7 @@ def page(
       header, records: see `dcache.evaluate.records.run`. pictures: embedded in the page.
       commands: that made it, one per line. config: JSON-ready, shown as it is (seeds included).
     """
-    table, compared = tables.cells(header, records), tables.comparisons(header, records)
+    cells, compared = tables.cells(header, records), tables.comparisons(header, records)
     trained = {method for method, _, is_trained in tables.columns(header) if is_trained}
     settings = header["settings"]
     schedule = f"again every {settings['evict_every']} tokens" if settings["evict_every"] else "once, after the prompt"
@@ -66,22 +75,21 @@ def page(
         "comparisons; n is the number of prompts. KL is to the model with the full cache, in nats per token.</p>",
     ]
     for kind, heading in tables.KINDS.items():
-        if any(cell.kind == kind for cell in table):
-            parts += [f"<h2>{heading}</h2>", _table(*tables.rows(table, kind), trained)]
+        if any(cell.kind == kind for cell in cells):
+            parts += [f"<h2>{heading}</h2>", table(*tables.rows(cells, kind), trained)]
             sentences = [f"<li>{html.escape(tables.sentence(c))}</li>" for c in compared if c.kind == kind]
             parts += ["<ul>", *sentences, "</ul>"] if sentences else []
     parts += ["<h2>Pictures</h2>"] if pictures else []
-    for picture in pictures:
-        data = base64.b64encode(picture.path.read_bytes()).decode()
-        caption = html.escape(picture.caption)
-        parts.append(
-            f'<figure><img alt="{caption}" src="data:image/png;base64,{data}">'
-            f"<figcaption>{caption}</figcaption></figure>"
-        )
-    parts += ["<h2>How to make this again</h2>", _pre("\n".join(commands))]
-    parts += ["<h2>Policies as they were fitted</h2>", _table(*_arms(header), trained)]
-    parts += ["<h2>Versions</h2>", _table(["", "version"], [list(item) for item in versions().items()], set())]
-    parts += ["<h2>Configuration</h2>", _pre(json.dumps(config, indent=2, default=list))]
+    parts += map(figure, pictures)
+    parts += ["<h2>How to make this again</h2>", pre("\n".join(commands))]
+    parts += ["<h2>Policies as they were fitted</h2>", table(*_arms(header), trained)]
+    parts += ["<h2>Versions</h2>", table(["", "version"], [list(item) for item in versions().items()], set())]
+    parts += ["<h2>Configuration</h2>", pre(json.dumps(config, indent=2, default=list))]
+    return document(title, parts)
+
+
+def document(title: str, parts: Sequence[str]) -> str:
+    """A whole page around HTML parts: no script, nothing fetched from elsewhere."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -98,15 +106,33 @@ def _arms(header: Record) -> tuple[list[str], list[list[str]]]:
     ]
 
 
-def _pre(text: str) -> str:
+def figure(picture: Picture) -> str:
+    """A picture that is part of the page's own text."""
+    data = base64.b64encode(picture.path.read_bytes()).decode()
+    caption = html.escape(picture.caption)
+    return (
+        f'<figure><img alt="{caption}" src="data:image/png;base64,{data}"><figcaption>{caption}</figcaption></figure>'
+    )
+
+
+def pre(text: str) -> str:
+    """Text as it is, in a box that scrolls."""
     return f"<pre>{html.escape(text)}</pre>"
 
 
-def _table(heads: Sequence[str], body: Sequence[Sequence[str]], trained: set[str]) -> str:
-    """An HTML table; rows whose first cell is a trained policy stand out."""
+def table(heads: Sequence[str], body: Sequence[Sequence[str]], trained: Collection[str] = ()) -> str:
+    """An HTML table; rows whose first cell is in `trained` stand out, and a row of one cell is a heading for those below it."""
     head = "".join(f"<th>{html.escape(text)}</th>" for text in heads)
     lines = []
     for line in body:
+        if len(line) == 1:
+            lines.append(f'<tr class="part"><td colspan="{len(heads)}">{html.escape(line[0])}</td></tr>')
+            continue
         mark = ' class="trained"' if line[0] in trained else ""
-        lines.append(f"<tr{mark}>" + "".join(f"<td>{html.escape(text)}</td>" for text in line) + "</tr>")
+        # Sentences may break into lines, numbers with their intervals may not.
+        cells = (
+            f'<td class="long">{html.escape(text)}</td>' if len(text) > _LONG else f"<td>{html.escape(text)}</td>"
+            for text in line
+        )
+        lines.append(f"<tr{mark}>{''.join(cells)}</tr>")
     return f'<div class="scroll"><table><tr>{head}</tr>{"".join(lines)}</table></div>'

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +11,8 @@ from dcache.errors import ConfigError
 
 DRAWS = 10_000
 LEVEL = 0.95
+WIDEST = 0.20
+"""A share whose interval is wider than this (20 points) says too little to be read as a number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +38,10 @@ class Estimate:
         return Estimate(function(self.value), function(self.low), function(self.high), self.n)
 
 
-@functools.lru_cache(maxsize=4)
+_CACHED = 500  # Counts for more prompts would fill the memory.
+
+
+@functools.lru_cache(maxsize=16)
 def _counts(n: int, seed: int) -> np.ndarray:
     """How often each of n prompts is drawn in each resample, f64[DRAWS, n]; the same for all numbers of a table."""
     index = np.random.default_rng(seed).integers(0, n, (DRAWS, n)) + n * np.arange(DRAWS)[:, None]
@@ -45,7 +51,10 @@ def _counts(n: int, seed: int) -> np.ndarray:
 def _resampled_means(values: np.ndarray, seed: int) -> np.ndarray:
     """Means over prompts resampled with replacement: f64[M, n] -> f64[DRAWS, M]."""
     n = values.shape[1]
-    return _counts(n, seed) @ values.T / n
+    if n <= _CACHED:
+        return _counts(n, seed) @ values.T / n
+    rng = np.random.default_rng(seed)
+    return np.stack([values[:, rng.integers(0, n, n)].mean(axis=1) for _ in range(DRAWS)])
 
 
 def _estimate(value: float, draws: np.ndarray, n: int) -> Estimate:
@@ -93,3 +102,42 @@ def ratio(values: Sequence[float], others: Sequence[float], seed: int = 0) -> Es
     means = np.concatenate([both.mean(axis=1)[None], _resampled_means(both, seed)])
     ratios = np.divide(means[:, 0], means[:, 1], out=np.full(len(means), np.inf), where=means[:, 1] != 0)
     return _estimate(float(ratios[0]), ratios[1:], both.shape[1])
+
+
+def combined(function: Callable[..., Any], groups: Sequence[Sequence[Sequence[float]]], seed: int = 0) -> Estimate:
+    """A function of means over prompts, where the means are averaged over groups of prompts, such as the tasks of a benchmark.
+
+    Every group counts the same, however many prompts it has, and is resampled for itself, all series on the same prompts. A
+    group of n prompts makes the interval too narrow by a factor of about sqrt(1 - 1 / n), so groups of one or two prompts
+    belong pooled.
+
+    Args:
+      function: of one mean per series; it is given arrays of the means of all resamples.
+      groups: group -> series -> one number per prompt.
+
+    Returns:
+      The estimate, without bounds if a group has a single prompt; n is the number of prompts in all groups.
+
+    Raises:
+      ConfigError: no group, series of different lengths, no number, or one that is not finite.
+    """
+    if not groups:
+        raise ConfigError("An average over groups of prompts was given no group; give one or more.")
+    parts = []
+    for i, group in enumerate(groups):
+        both = np.concatenate([_check(series, group[0])[:1] for series in group])
+        parts.append(np.concatenate([both.mean(axis=1)[None], _resampled_means(both, seed + i)]))
+    values = np.broadcast_to(function(*np.mean(parts, axis=0).T), DRAWS + 1)
+    n = sum(len(group[0]) for group in groups)
+    smallest = min(len(group[0]) for group in groups)
+    return dataclasses.replace(_estimate(float(values[0]), values[1:], smallest), n=n)
+
+
+def undecided(difference: Estimate) -> str:
+    """Says "undecided (n=24)" if the interval of a difference includes no difference, else ""."""
+    return "" if difference.excludes(0.0) else f"undecided (n={difference.n})"
+
+
+def too_wide(share: Estimate, widest: float = WIDEST) -> str:
+    """Says "too wide to decide (n=24)" if the interval of a share (accuracy, retention) is wider than `widest`, else ""."""
+    return "" if share.high - share.low <= widest else f"too wide to decide (n={share.n})"

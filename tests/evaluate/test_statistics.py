@@ -79,3 +79,53 @@ def test_bad_numbers():
     for wrong in ([], [1.0, math.nan], [math.inf]):
         with pytest.raises(ConfigError, match="finite"):
             statistics.mean(wrong)
+
+
+def test_combined_averages_groups_whatever_their_size():
+    groups = [[[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]], [[1.0, 1.0], [1.0, 1.0]]]
+    found = statistics.combined(lambda ours, theirs: ours - theirs, groups)
+    assert found.value == pytest.approx((0.25 + 1.0) / 2 - 1.0) and found.n == 6
+    # The second group does not vary: half the spread of the first group's mean alone.
+    alone = statistics.mean([1.0, 0.0, 0.0, 0.0])
+    assert found.high - found.low == pytest.approx((alone.high - alone.low) / 2)
+
+
+def test_combined_agrees_with_the_plain_numbers():
+    rng = np.random.default_rng(0)
+    x, y = rng.random((2, 30)).tolist()
+    assert statistics.combined(lambda m: m, [[x]]) == statistics.mean(x)
+    assert statistics.combined(lambda a, b: a / b, [[x, y]]) == statistics.ratio(x, y)
+
+
+def test_groups_are_resampled_each_for_itself():
+    """Two groups of the same numbers: the spread of their average is that of one over the root of two, not the same."""
+    x = np.random.default_rng(1).random(50).tolist()
+    one, two = (statistics.combined(lambda m: m, [[x]] * k) for k in (1, 2))
+    assert (two.high - two.low) / (one.high - one.low) == pytest.approx(1 / np.sqrt(2), abs=0.03)
+
+
+def test_combined_needs_prompts():
+    with pytest.raises(ConfigError, match="no group"):
+        statistics.combined(lambda m: m, [])
+    with pytest.raises(ConfigError, match="pair them by prompt"):
+        statistics.combined(lambda a, b: a - b, [[[1.0, 2.0], [1.0]]])
+    alone = statistics.combined(lambda m: m, [[[1.0, 2.0]], [[3.0]]])
+    assert alone.value == 2.25 and np.isinf(alone.high) and alone.n == 3
+
+
+def test_many_prompts_are_resampled_in_parts(monkeypatch):
+    x = np.random.default_rng(2).random(200).tolist()
+    at_once = statistics.mean(x)
+    monkeypatch.setattr(statistics, "_CACHED", 100)
+    in_parts = statistics.mean(x)
+    assert in_parts.low == pytest.approx(at_once.low, abs=3e-3) and in_parts.high == pytest.approx(
+        at_once.high, abs=3e-3
+    )
+
+
+def test_warnings():
+    assert statistics.undecided(statistics.Estimate(0.1, -0.1, 0.3, 24)) == "undecided (n=24)"
+    assert statistics.undecided(statistics.Estimate(0.1, 0.01, 0.3, 24)) == ""
+    assert statistics.too_wide(statistics.Estimate(0.9, 0.8, 1.01, 24)) == "too wide to decide (n=24)"
+    assert statistics.too_wide(statistics.Estimate(0.9, 0.85, 0.95, 24)) == ""
+    assert statistics.too_wide(statistics.Estimate(0.9, -np.inf, np.inf, 1)) == "too wide to decide (n=1)"

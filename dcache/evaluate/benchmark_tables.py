@@ -1,0 +1,220 @@
+"""Tables of what was measured on one model: scores, retention, fidelity, errors, lengths; every number with its n."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from dcache.evaluate import answers, chance, quantities, runs, statistics
+from dcache.evaluate.answers import FULL
+from dcache.evaluate.quantities import QUANTITIES
+from dcache.evaluate.report import Picture
+from dcache.evaluate.runs import Measured, Run
+from dcache.evaluate.tables import number
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A part of a report.
+
+    Attributes:
+      body: rows of the table; a row of one cell is a heading for those below it. links: (text, file) of other pages.
+    """
+
+    heading: str
+    text: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    body: tuple[tuple[str, ...], ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    links: tuple[tuple[str, str], ...] = ()
+
+
+def arms(found: Sequence[Run]) -> list[tuple[str, str]]:
+    """(method, budget) of all runs, the full cache first, in the order of evaluation."""
+    return list(dict.fromkeys([FULL, *(arm for run in found for arm in run.arms)]))
+
+
+def budgets(found: Sequence[Run]) -> list[str]:
+    """The budgets, without that of the full cache."""
+    return list(dict.fromkeys(budget for method, budget in arms(found)[1:]))
+
+
+def shown(measured: Measured | None, quantity: str) -> str:
+    """A number with its interval in the unit of its quantity, or "n/a"."""
+    q = QUANTITIES[quantity]
+    return number(measured.estimate if measured else None, q.digits, q.scale)
+
+
+def scored(found: Sequence[Run]) -> list[str]:
+    """The tasks that have a score."""
+    return list(
+        dict.fromkeys(
+            record["task"]
+            for run in found
+            for record in run.records
+            if record["arms"][FULL[0]][FULL[1]].get("score") is not None
+        )
+    )
+
+
+def above_chance(found: Sequence[Run]) -> list[str]:
+    """The tasks on which the full cache is clearly better than guessing, so that a retention has a meaning.
+
+    The subtasks of BBH are looked at together, since each may have a prompt or two.
+    """
+    tasks = scored(found)
+    good = []
+    for group in dict.fromkeys(map(runs.stratum, tasks)):
+        members = [task for task in tasks if runs.stratum(task) == group]
+        full = quantities.measured(found, "score", *FULL, members)
+        if full and not chance.at_chance(full.estimate, full.guessing):
+            good += members
+    return good
+
+
+def overview(found: Sequence[Run]) -> Section:
+    """Which results the report is made of."""
+    body = []
+    for run in found:
+        when = [record.get("evicted", "unknown") for record in run.records]
+        evicted = ", ".join(f"{what}: {when.count(what)}" for what in dict.fromkeys(when))
+        seed = run.header.get("settings", {}).get("seed", "not noted")
+        tasks = list(dict.fromkeys(record["task"] for record in run.records))
+        body.append((run.label, str(seed), str(len(run.records)), str(len(tasks)), evicted))
+    text = (
+        "Brackets are 95% bootstrap intervals over the prompts, comparisons paired by prompt; n is the number of prompts. An "
+        "average over tasks counts every task the same, BBH as one, and resamples each task's prompts for itself.",
+        'A share whose interval is wider than 20 points is called "too wide to decide", a difference whose interval includes '
+        'none "undecided".',
+    )
+    heads = ("results", "seed", "examples", "tasks", "eviction")
+    return Section("What was run", text, heads, tuple(body))
+
+
+def scores(found: Sequence[Run]) -> list[Section]:
+    """For each budget the score of every method on every task."""
+    tasks = scored(found)
+    sections = []
+    for budget in budgets(found) if tasks else []:
+        methods = [method for method, at in arms(found) if at == budget]
+        body = []
+        for task in tasks:
+            full = quantities.measured(found, "score", *FULL, [task])
+            if full is None:
+                continue
+            here = [quantities.measured(found, "score", method, budget, [task]) for method in methods]
+            remarks = [statistics.too_wide(full.estimate)]
+            if chance.at_chance(full.estimate, full.guessing):
+                remarks.insert(0, f"full cache at chance ({100 * full.guessing:.0f}%)")
+            numbers = [shown(measured, "score") for measured in (full, *here)]
+            body.append((task, str(full.estimate.n), *numbers, "; ".join(filter(None, remarks))))
+        heads = ("task", "n", "full", *methods, "remarks")
+        sections.append(Section(f"Scores in percent at {budget}", (), heads, tuple(body)))
+    return sections
+
+
+def retention(found: Sequence[Run]) -> Section:
+    """Score over the full cache's, on the tasks on which the full cache is above chance."""
+    tasks = above_chance(found)
+    if not tasks:
+        return Section("Retention", ("Full cache at chance on every task, so there is nothing to retain.",))
+    rows = []
+    for method in dict.fromkeys(method for method, _ in arms(found)[1:]):
+        cells = []
+        for budget in budgets(found):
+            kept = quantities.measured(found, "retention", method, budget, tasks)
+            warning = statistics.too_wide(kept.estimate) if kept else ""
+            cells.append(f"{shown(kept, 'retention')} {warning}".strip())
+        rows.append((method, *cells))
+    full = quantities.measured(found, "score", *FULL, tasks)
+    n = full.estimate.n if full else 0
+    text = (
+        f"Share of the full cache's score, in percent, on the {len(tasks)} tasks (n={n}) on which the full cache is above "
+        f"chance: {', '.join(tasks)}. Elsewhere a retention would mean nothing; see KL and perplexity.",
+    )
+    return Section("Retention", text, ("method", *budgets(found)), tuple(rows))
+
+
+_FIDELITY = ("kl", "top1", "perplexity", "perplexity rise", "kept")
+
+
+def fidelity(found: Sequence[Run]) -> Section:
+    """KL, top-1 agreement and perplexity by budget."""
+    return _by_budget(found, "Fidelity and perplexity", _FIDELITY, (
+        "KL and top-1 agreement with the full cache, averaged over tasks; perplexity over all tokens that were counted.",
+    ))  # fmt: skip
+
+
+def errors(found: Sequence[Run]) -> Section:
+    """Error modes and the length of the answers by budget."""
+    return _by_budget(found, "Errors and length of the answers", (*answers.MODES, "length ratio"), (
+        "Error modes in percent of the items that the full cache gets right: repetitive, if the answer ends in a loop; "
+        "overlength, if it did not end where the full cache's did; incorrect, the rest.",
+    ))  # fmt: skip
+
+
+def _by_budget(found: Sequence[Run], heading: str, chosen: Sequence[str], text: tuple[str, ...]) -> Section:
+    """Rows of methods under a heading for each budget; a column for each quantity that some prompt has."""
+    body: list[tuple[str, ...]] = []
+    filled = set()
+    for at in ["100%", *budgets(found)]:
+        body.append((f"{at} of the cache",))
+        for method, budget in arms(found):
+            if budget != at:
+                continue
+            numbers = {name: quantities.measured(found, name, method, budget, ["*"]) for name in chosen}
+            filled |= {name for name, measured in numbers.items() if measured}
+            n = sorted({measured.estimate.n for measured in numbers.values() if measured})
+            body.append((method, *(shown(numbers[name], name) for name in chosen), " / ".join(map(str, n)) or "0"))
+    if not filled:
+        return Section(heading, ("not run: no example has these numbers.",))
+    columns = [0, *(i for i, name in enumerate(chosen, 1) if name in filled), len(chosen) + 1]
+    heads = ("method", *(QUANTITIES[name].heading for name in chosen), "n")
+    rows = tuple(row if len(row) == 1 else tuple(row[i] for i in columns) for row in body)
+    return Section(heading, text, tuple(heads[i] for i in columns), rows)
+
+
+def by_length(found: Sequence[Run]) -> list[Section]:
+    """Scores by the length of the context, for the benchmarks that have several."""
+    sections = []
+    for name, pattern in {"LongBench": "dcache_longbench_*", "RULER": "dcache_ruler_*"}.items():
+        records = [record for run in found for record in run.records if runs.matches(record["task"], [pattern])]
+        lengths = answers.bins(records)
+        if not lengths:
+            continue
+        body: list[tuple[str, ...]] = []
+        for at in ["100%", *budgets(found)]:
+            body.append((f"{at} of the cache",))
+            for method, budget in arms(found):
+                if budget == at:
+                    here = [quantities.measured(found, "score", method, budget, [pattern], bin) for bin in lengths]
+                    body.append((method, *(f"{shown(m, 'score')} n={m.estimate.n}" if m else "n/a" for m in here)))
+        text = (
+            "Mean score over tasks, in percent, by the power of two nearest to the prompt's length. The tasks behind two "
+            "lengths may differ, so compare within a column.",
+        )
+        sections.append(Section(f"{name} by context length", text, ("method", *lengths), tuple(body)))
+    return sections
+
+
+def differences(found: Sequence[Run], champion: str) -> Section | None:
+    """One method against every other at the same budget, paired by prompt; None if it was not run."""
+    body: list[tuple[str, ...]] = []
+    for budget in budgets(found):
+        if (champion, budget) not in arms(found):
+            continue
+        body.append((f"{budget} of the cache",))
+        for method, at in arms(found)[1:]:
+            if at != budget or method == champion:
+                continue
+            pair = (champion, budget), (method, budget)
+            cells = []
+            for field in ("score", "kl"):
+                found_difference = quantities.difference(found, field, *pair, ["*"])
+                text = shown(found_difference, field)
+                if found_difference:
+                    text += f" {statistics.undecided(found_difference.estimate) or f'n={found_difference.estimate.n}'}"
+                cells.append(text)
+            body.append((method, *cells))
+    if not body:
+        return None
+    heads = (f"{champion} minus", "score, points (above 0: better)", "KL, nats (below 0: better)")
+    return Section(f"{champion} against the others", ("Paired by prompt, averaged over tasks.",), heads, tuple(body))
