@@ -8,6 +8,8 @@
                            run benchmarks instead: tasks of lm-evaluation-harness or of this project (README, "Benchmarks"),
                            --config.eval.prompts items of each, data from --config.eval.data_dir or the hub; results go to
                            <workdir>/benchmarks/
+    --answers=FILE         with tasks: a table of these results and other software's answers to the same prompts, as
+                           benchmarks/peers/kvpress_answers.py writes them
 
 Compared are the trained policy and the heuristics of config.eval.policies (names, or descriptions as in
 docs/composing.md). Prints a table and writes <workdir>/eval/: results.jsonl (one line per prompt; an interrupted evaluation
@@ -25,6 +27,7 @@ from ml_collections import config_flags
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run to evaluate (default: runs/<configuration>[-seed<N>]).")
 _POLICY = flags.DEFINE_multi_string("policy", None, "[LABEL=]PATH of a trained policy, instead of the workdir's.")
+_ANSWERS = flags.DEFINE_string("answers", None, "Answers of other software to the tasks' prompts, for the same table.")
 flags.mark_flag_as_required("config")
 
 
@@ -43,6 +46,8 @@ def main(argv: list[str]) -> None:
     folder = pathlib.Path(_WORKDIR.value or common.default_workdir(experiment))
     places = harness.labelled(_POLICY.value or [f"{experiment.method}={folder}"])
     methods = harness.check(experiment, {label: load_policy(place) for label, place in places.items()})
+    if _ANSWERS.value and not experiment.eval.tasks:
+        raise ConfigError("--answers is for benchmarks; give --config.eval.tasks, too.")
     if experiment.eval.tasks:
         _run_tasks(experiment, methods, folder / "benchmarks")
         return
@@ -58,15 +63,19 @@ def main(argv: list[str]) -> None:
 
 def _run_tasks(experiment, methods, out: pathlib.Path) -> None:
     from dcache import workdir
-    from dcache.evaluate import benchmark, fidelity
+    from dcache.evaluate import benchmark, fidelity, peers
     from dcache.load import load
 
     lm = load(experiment.model, experiment.dtype)
     arms = fidelity.make_arms(methods, experiment.eval.budgets, experiment.data.length)
     with workdir.lock(out):
-        header, records = benchmark.run(lm, benchmark.settings_of(experiment, lm), arms, out / "results.jsonl")
+        settings = benchmark.settings_of(experiment, lm)
+        header, records = benchmark.run(lm, settings, arms, out / "results.jsonl")
         text = benchmark.markdown(header, records)
         workdir.atomic_write(out / "table.md", text)
+        if _ANSWERS.value:
+            given = peers.read_answers(_ANSWERS.value, out / benchmark.PROMPTS)
+            text = benchmark.markdown(*peers.beside(header, records, *peers.score_answers(lm, settings, given)))
         print(text)
     print(f"Results: {out / 'results.jsonl'}")
 

@@ -70,6 +70,9 @@ class Settings:
                 raise ConfigError(f"{name} is {value}; give a number from 1, or none.")
 
 
+PROMPTS = "prompts.jsonl"
+"""The file of prompts beside a results file."""
+
 ANSWER_ROOM = 512
 """Tokens left for the answer where prompts are cut to the model's context."""
 
@@ -170,6 +173,8 @@ def run(
 ) -> tuple[Record, list[Record]]:  # fmt: skip
     """Runs what a results file does not hold yet; writes one line an example. See the README, "Benchmarks", for the format.
 
+    The prompts of all answers go to `PROMPTS` beside the results, for other software to answer (benchmarks/peers).
+
     Args:
       arms: of `fidelity.make_arms`, the full cache first.
 
@@ -183,7 +188,10 @@ def run(
         records.check_header(path, found[0], header)
     done = {record["name"]: record for record in found[1]} if found else {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    examples = [example for name, task in tasks.items() for example in _examples(lm, name, task, settings)]
+    examples = [example for name, task in tasks.items() for example in examples_of(lm, name, task, settings)]
+    with open(path.with_name(PROMPTS), "w", encoding="utf-8") as file:
+        for prompt in filter(None, (prompt_of(lm, example, settings) for example in examples)):
+            records.write_line(file, dataclasses.asdict(prompt))
     skipped: collections.Counter[str] = collections.Counter()
     with open(path, "a" if found else "w", encoding="utf-8") as file:
         if not found:
@@ -213,7 +221,8 @@ class _Example:
     requests: tuple[Instance, ...]
 
 
-def _examples(lm: LanguageModel, name: str, task: Any, settings: Settings) -> Iterator[_Example]:
+def examples_of(lm: LanguageModel, name: str, task: Any, settings: Settings) -> Iterator[_Example]:
+    """The items of a task that the settings ask for, in the order of its file."""
     if task.get_config("num_fewshot") is None:
         task.set_config(key="num_fewshot", value=0)
     task.set_fewshot_seed(seed=1234)  # the harness's own default
@@ -241,13 +250,36 @@ def _answer_length(arguments: Mapping[str, Any], settings: Settings) -> int:
     return min(longest, settings.most_new or longest)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Prompt:
+    """What a model is asked to answer: token ids, how many at the end are fed after the eviction, and when the answer ends."""
+
+    name: str
+    task: str
+    tokens: list[int]
+    withheld: int
+    new_tokens: int
+    stop: list[str]
+
+
+def prompt_of(lm: LanguageModel, example: _Example, settings: Settings) -> _Prompt | None:
+    """The prompt of an example that asks for an answer; None for another, or if the answer leaves no room for the prompt."""
+    if example.requests[0].request_type != "generate_until":
+        return None
+    text, arguments = example.requests[0].args
+    new = _answer_length(arguments, settings)
+    tokens, withheld = model_class.encode(lm.tokenizer, text)
+    if new + withheld + 1 >= lm.config.max_positions:
+        return None
+    tokens, _ = model_class.fit(tokens, lm.config.max_positions - new)
+    return _Prompt(
+        example.name, example.task_name, tokens, shared.hidden_of(withheld), new, model_class.stops(arguments)
+    )
+
+
 def _evaluate(lm: LanguageModel, example: _Example, settings: Settings, arms: Sequence[Arm]) -> Record:
     """The record of one example."""
-    doc = example.doc
-    record: Record = {
-        "name": example.name, "task": example.task_name, "doc_length": doc.get("max_length", doc.get("length")),
-        "evicted": "after the prefill", "cut": bool(doc.get("cut", False)),
-    }  # fmt: skip
+    record = blank_record(example)
     kind = example.requests[0].request_type
     if kind == "generate_until":
         length, was_cut, found, resps = _generate(lm, example, settings, arms)
@@ -261,13 +293,24 @@ def _evaluate(lm: LanguageModel, example: _Example, settings: Settings, arms: Se
         return record | {"length": length, "skipped": "the answer leaves no room for the prompt", "arms": {}}
     table: dict[str, dict[str, Any]] = {}
     for arm, result, responses in zip(arms, found, resps, strict=True):
-        metrics = _metrics(example, responses)
-        numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
-        score = next(iter(numbers.values()), None)
-        table.setdefault(arm.method, {})[budget_name(arm.budget)] = {
-            "score": None if score is None else float(score), "metrics": {k: float(v) for k, v in numbers.items()}, **result
-        }  # fmt: skip
+        table.setdefault(arm.method, {})[budget_name(arm.budget)] = with_metrics(example, responses, result)
     return record | {"length": length, "cut": record["cut"] or was_cut, "arms": table}
+
+
+def blank_record(example: _Example) -> Record:
+    """What all records of an example say."""
+    doc = example.doc
+    return {
+        "name": example.name, "task": example.task_name, "doc_length": doc.get("max_length", doc.get("length")),
+        "evicted": "after the prefill", "cut": bool(doc.get("cut", False)),
+    }  # fmt: skip
+
+
+def with_metrics(example: _Example, responses: Sequence[Any], result: Record) -> Record:
+    """One arm's result with its metrics; its score is the first of them."""
+    metrics = _metrics(example, responses)
+    numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)}
+    return {"score": next(iter(numbers.values()), None), "metrics": numbers, **result}
 
 
 def _metrics(example: _Example, responses: Sequence[Any]) -> dict[str, Any]:
@@ -285,21 +328,19 @@ def _metrics(example: _Example, responses: Sequence[Any]) -> dict[str, Any]:
 
 
 def _generate(lm: LanguageModel, example: _Example, settings: Settings, arms: Sequence[Arm]):
-    text, arguments = example.requests[0].args
-    new = _answer_length(arguments, settings)
-    tokens, withheld = model_class.encode(lm.tokenizer, text)
-    if new + withheld + 1 >= lm.config.max_positions:
-        return len(tokens), False, [], []
-    tokens, was_cut = model_class.fit(tokens, lm.config.max_positions - new)
+    prompt = prompt_of(lm, example, settings)
+    length = len(model_class.encode(lm.tokenizer, example.requests[0].args[0])[0])
+    if prompt is None:
+        return length, False, [], []
     answers = shared.answers(
-        lm, tokens, arms, new_tokens=new, stop=model_class.stops(arguments), withheld=withheld,
-        evict_every=0 if withheld else settings.evict_every, name=example.name, seed=settings.seed,
+        lm, prompt.tokens, arms, new_tokens=prompt.new_tokens, stop=prompt.stop, withheld=prompt.withheld,
+        evict_every=0 if prompt.withheld else settings.evict_every, name=example.name, seed=settings.seed,
     )  # fmt: skip
     found = [
         {"answer": a.text, "answer_tokens": a.tokens, "ended": a.ended, "nll": None, "tokens": 0} | _common(a)
         for a in answers
     ]
-    return len(tokens), was_cut, found, [[answer.text] for answer in answers]
+    return len(prompt.tokens), len(prompt.tokens) < length, found, [[answer.text] for answer in answers]
 
 
 def _choose(lm: LanguageModel, example: _Example, settings: Settings, arms: Sequence[Arm]):

@@ -42,6 +42,11 @@ def size(tokens: int, least: int = 128) -> int:
     return max(least, 1 << (tokens - 1).bit_length())
 
 
+def hidden_of(withheld: int) -> int:
+    """How many tokens a prompt really hides where so many are to be withheld: whole multiples of 16."""
+    return -(-withheld // _UNIT) * _UNIT
+
+
 @dataclasses.dataclass(frozen=True)
 class Answer:
     """One arm's answer.
@@ -185,7 +190,7 @@ def answers(
     """
     arms = _bound(lm, arms)
     tokens = check_tokens(prompt, lm.config, new_tokens)
-    hidden = -(-withheld // _UNIT) * _UNIT
+    hidden = hidden_of(withheld)
     if hidden >= len(tokens) or (hidden and evict_every):
         raise ConfigError(
             f"{hidden} of {len(tokens)} tokens are withheld with evict_every = {evict_every}; withhold fewer tokens, and evict "
@@ -288,7 +293,7 @@ def scores(
             f"A prompt of {len(tokens)} tokens and texts of {[len(t) for t in texts]}; give a prompt of two or more tokens and "
             "texts of one or more."
         )
-    hidden = -(-withheld // _UNIT) * _UNIT if withheld > 1 else 1
+    hidden = hidden_of(withheld) if withheld > 1 else 1
     hidden = min(hidden, len(tokens) - 1)
     unit = evict_every or _UNIT
     fed_length = -(-(hidden + max(map(len, texts))) // unit) * unit

@@ -5,11 +5,13 @@ import json
 import logging
 
 import pytest
+from lm_eval.api.instance import Instance
 
 import dcache
 from dcache.errors import ConfigError, LoadError
 from dcache.evaluate import benchmark
 from dcache.evaluate.fidelity import heuristic, make_arms
+from dcache.tasks import WITHHELD
 
 TASKS = ("gsm8k_cot", "boolq", "dcache_longbench_trec")
 
@@ -114,6 +116,34 @@ def test_an_answer_longer_than_the_context_is_a_reported_skip(tiny, data, tmp_pa
     assert all(record["arms"] == {} for record in records)
     assert "2 examples skipped" in caplog.text
     assert "2 examples were skipped" in benchmark.markdown(header, records)
+
+
+def test_prompts_are_written_for_other_software(found):
+    _, records, path = found
+    lines = [json.loads(line) for line in (path.parent / benchmark.PROMPTS).read_text().splitlines()]
+    written = [record for record in records if record["task"] != "boolq"]  # multiple choice writes no answer
+    assert [line["name"] for line in lines] == [record["name"] for record in written]
+    for line, record in zip(lines, written, strict=True):
+        assert set(line) == {"name", "task", "tokens", "withheld", "new_tokens", "stop"}
+        assert len(line["tokens"]) == record["length"] and line["new_tokens"] == 6 and line["withheld"] == 0
+    assert "Q:" in lines[0]["stop"]
+
+
+def test_prompts_are_rewritten_alike(tiny, data, found):
+    path = found[2].parent / benchmark.PROMPTS
+    before = path.read_bytes()
+    path.write_text("old")
+    benchmark.run(tiny, settings_of(data), arms_of("h2o"), found[2])
+    assert path.read_bytes() == before
+
+
+def test_withheld_prompts_say_what_is_really_hidden(tiny):
+    example = benchmark._Example(
+        "a@0", "a", None, {}, (Instance("generate_until", {}, ("x" * 40 + WITHHELD + "y" * 17, {"until": "\n"}), 0),)
+    )
+    prompt = benchmark.prompt_of(tiny, example, benchmark.Settings(tasks=("a",), most_new=3))
+    # The opening token and 57 letters; 17 hidden ones become two times 16.
+    assert (len(prompt.tokens), prompt.withheld, prompt.new_tokens, prompt.stop) == (58, 32, 3, ["\n"])
 
 
 def test_unknown_tasks_and_missing_data(tiny, data, tmp_path):
