@@ -103,7 +103,7 @@ def test_damaged_line_is_named(finished, lm, prompts, arms, tmp_path):
 
 
 def test_full_disk_keeps_what_was_written(finished, lm, prompts, arms, tmp_path, monkeypatch):
-    path, write = tmp_path / "results.jsonl", records._write
+    path, write = tmp_path / "results.jsonl", records.write_line
 
     def full_after_two(file, line):
         if line.get("name") == prompts[2].name:
@@ -112,10 +112,10 @@ def test_full_disk_keeps_what_was_written(finished, lm, prompts, arms, tmp_path,
             raise OSError(28, "No space left on device")
         write(file, line)
 
-    monkeypatch.setattr(records, "_write", full_after_two)
+    monkeypatch.setattr(records, "write_line", full_after_two)
     with pytest.raises(DcacheError, match=r"No space left on device\); the 2 finished prompts stay"):
         records.run(lm, prompts, arms, SETTINGS, path)
-    monkeypatch.setattr(records, "_write", write)
+    monkeypatch.setattr(records, "write_line", write)
     records.run(lm, prompts, arms, SETTINGS, path)
     assert path.read_bytes() == finished[2]
 
