@@ -7,7 +7,8 @@ half plain text), each of which the frozen model reads three times: once, and on
 is the paper's (one hidden layer of D / 8 units).
 
 Result (seed 0): 67% of the variance of the log score within a head explained, 86% of KVzip's tokens at 25% found again; on
-held-out prompts of 1,024 tokens below KVzip's own KL (docs/table.md). Cost: 26 CPU-minutes, about 15 minutes on 2 idle
+held-out prompts of 1,024 tokens below KVzip's own KL with the question in sight (docs/table.md).
+Cost: 26 CPU-minutes, about 15 minutes on 2 idle
 cores.
 
 Variants, after a colon:

@@ -71,7 +71,8 @@ def main(argv: list[str]) -> None:
 
     result = generate(policy, budget, stream_to(write, lm))
     print(flush=True)
-    report(f"{Path(name).parent.name if os.path.exists(name) else name}, budget {_BUDGET.value}", result)
+    shown = Path(name).parent if Path(name).name == "policy" else Path(name)
+    report(f"{shown.name if os.path.exists(name) else name}, budget {_BUDGET.value}", result)
     if _COMPARE.value and policy.policy.name != "full":
         full = generate("full", 1.0)
         report("full cache", full)
