@@ -253,7 +253,7 @@ def generate(
     prefill_seconds = time.perf_counter() - began
     cache_bytes = kv.nbytes(cache)
 
-    ends = _Ends(lm.tokenizer, len(prompts), on_tokens, stop)
+    ends = Ends(lm.tokenizer, len(prompts), on_tokens, stop)
     ends.push(np.asarray(token)[:, None])
     began = time.perf_counter()
     decode_args = (lm.decode_params, trained.params, cache, token, jnp.int32(0), encoded, sampling)
@@ -285,8 +285,12 @@ def cut_at(text: str, stop: Sequence[str]) -> tuple[str, bool]:
     return (text[: min(found)], True) if found else (text, False)
 
 
-class _Ends:
-    """Collects tokens and notices where each sequence ends: at a token, or at a text."""
+class Ends:
+    """Collects tokens and notices where each sequence ends: at a token, or at a text.
+
+    Attributes:
+      tokens: of each sequence, with what ended it. done: whether each has ended.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, batch: int, on_tokens: Callable[[np.ndarray], None] | None, stop: Sequence[str]
@@ -297,6 +301,7 @@ class _Ends:
 
     @property
     def all_done(self) -> bool:
+        """Whether every sequence has ended."""
         return all(self.done)
 
     def push(self, new: np.ndarray) -> None:

@@ -155,15 +155,20 @@ def _manager() -> TaskManager:
     return TaskManager(include_path=task_files.PATH)
 
 
-def describe(lm: LanguageModel, settings: Settings, tasks: Mapping[str, Any], arms: Sequence[Arm]) -> Record:
+def describe(
+    lm: LanguageModel, settings: Settings, examples: Sequence["_Example"], arms: Sequence[Arm]
+) -> Record:  # fmt: skip
     """Everything that results depend on, JSON-ready: the first line of the results file."""
     plain = dataclasses.asdict(settings)
-    del plain["data_dir"]  # a place, not a setting; the examples' own digest would change with the data
+    del plain["data_dir"]  # a place, not a setting: what lies there is in the digest
     return {
         "model": lm.name,
         "architecture": dataclasses.asdict(lm.config),
         "settings": plain,
-        "tasks": sorted(tasks),
+        "tasks": sorted({example.task_name for example in examples}),
+        "requests_digest": records.digest(
+            part for e in examples for part in (e.name, *(repr(request.args) for request in e.requests))
+        ),
         "arms": records.describe_arms(arms),
     }
 
@@ -182,13 +187,13 @@ def run(
       ConfigError: unknown tasks, or a file of another evaluation. LoadError: data is missing or malformed.
     """
     tasks = load_tasks(settings, lm)
-    header = describe(lm, settings, tasks, arms)
+    examples = [example for name, task in tasks.items() for example in examples_of(lm, name, task, settings)]
+    header = describe(lm, settings, examples, arms)
     found = records.read(path) if path.exists() else None
     if found is not None:
         records.check_header(path, found[0], header)
     done = {record["name"]: record for record in found[1]} if found else {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    examples = [example for name, task in tasks.items() for example in examples_of(lm, name, task, settings)]
     with open(path.with_name(PROMPTS), "w", encoding="utf-8") as file:
         for prompt in filter(None, (prompt_of(lm, example, settings) for example in examples)):
             records.write_line(file, dataclasses.asdict(prompt))

@@ -85,7 +85,7 @@ def score_answers(
             }  # fmt: skip
             record["arms"].setdefault(method, {})[budget] = benchmark.with_metrics(example, [given["answer"]], result)
         found.append(record)
-    header = benchmark.describe(lm, settings, tasks, ())
+    header = benchmark.describe(lm, settings, list(examples.values()), ())
     header["arms"] = [{"method": m, "budget": b, "policy": None, "granularity": None, "weights": None} for m, b in arms]
     return header, found
 

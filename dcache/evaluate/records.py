@@ -30,7 +30,7 @@ def describe(
         "architecture": dataclasses.asdict(lm.config),
         "settings": dataclasses.asdict(settings),
         "prompts": {kind: sum(p.kind == kind for p in prompts) for kind in ("retrieval", "text")},
-        "prompts_digest": _digest(
+        "prompts_digest": digest(
             part
             for p in prompts
             for part in (p.name, p.kind, p.tokens, p.continuation[: settings.horizon], "\0".join(p.answers))
@@ -53,12 +53,13 @@ def describe_arms(arms: Sequence[fidelity.Arm]) -> list[Record]:
     ]
 
 
-def _digest(parts) -> str:
-    digest = hashlib.sha256()
+def digest(parts) -> str:
+    """A short digest of texts and arrays, in their order."""
+    found = hashlib.sha256()
     for part in parts:
         raw = part.encode() if isinstance(part, str) else np.ascontiguousarray(part).tobytes()
-        digest.update(len(raw).to_bytes(8, "big") + raw)
-    return digest.hexdigest()[:16]
+        found.update(len(raw).to_bytes(8, "big") + raw)
+    return found.hexdigest()[:16]
 
 
 def run(

@@ -26,7 +26,7 @@ from dcache.config import ModelConfig
 from dcache.errors import ConfigError
 from dcache.evaluate import fidelity
 from dcache.evaluate.fidelity import Arm
-from dcache.generate import check_tokens, cut_at
+from dcache.generate import Ends, check_tokens
 from dcache.load import LanguageModel
 from dcache.policies.base import Policy
 
@@ -48,19 +48,15 @@ def hidden_of(withheld: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
-    """One arm's answer.
+class Compared:
+    """How one arm compares with the full cache on one prompt.
 
     Attributes:
-      text: without what ended it. tokens: generated, an end token included. ended: whether an end token or text was reached.
-      kl: mean KL to the full cache in nats along the first `HORIZON` tokens of its answer, and top1: the share of them after
-        which the most likely token is the same; None if there are none. kept: share of what the policy saw that stays.
-      retained: the same by relative position.
+      kl: mean KL to the full cache in nats, along the first `HORIZON` tokens of its answer or along a given text; top1: the
+        share of those tokens after which the most likely token is the same; None if there are none.
+      kept: share of what the policy saw that stays. retained: the same by relative position.
     """
 
-    text: str
-    tokens: int
-    ended: bool
     kl: float | None
     top1: float | None
     kept: float
@@ -68,19 +64,21 @@ class Answer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scored:
-    """One arm's log-likelihood of a given text: nats, its sum; greedy: every token was the most likely one; tokens: counted.
+class Answer(Compared):
+    """One arm's answer: text without what ended it; tokens generated, an end included; whether an end was reached."""
 
-    The rest as in `Answer`.
-    """
+    text: str
+    tokens: int
+    ended: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored(Compared):
+    """One arm's log-likelihood of a given text in nats; whether every token was the most likely one; its tokens."""
 
     nats: float
     greedy: bool
     tokens: int
-    kl: float | None
-    top1: float | None
-    kept: float
-    retained: tuple[float, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,52 +204,23 @@ def answers(
         students, token = _ask(lm.params, lm.config, students, question)
     if isinstance(lm.decode_params["layers"], tuple):
         students = kv.unstack(students)
-    ends = [_Ends(lm, stop, new_tokens) for _ in arms]
-    rows = np.asarray(token)[:, None]
-    fed = 0
-    while True:
-        for end, row in zip(ends, rows, strict=True):
-            end.push(row)
-        if all(end.done for end in ends):
-            break
+    ends = Ends(lm.tokenizer, len(arms), None, stop)
+    rows, fed = np.asarray(token)[:, None], 0
+    ends.push(rows)
+    while fed + 1 < new_tokens and not ends.all_done:
         students, new = _decode(
             lm.decode_params, lm.config, students, jnp.asarray(rows[:, -1]), jnp.int32(hidden + fed),
             read.allowed[min(fed // chunk + 1, len(read.allowed) - 1)], jax.random.fold_in(read.key, fed // chunk + 1),
             weights, policies=policies, evict=bool(evict_every), count=chunk,
         )  # fmt: skip
-        rows, fed = np.asarray(new), fed + chunk
-    kl, top1 = _along(lm, read, arms, ends[0].tokens, question, evict_every)
+        rows = np.asarray(new)
+        ends.push(rows[:, : new_tokens - 1 - fed])
+        fed += chunk
+    kl, top1 = _along(lm, read, arms, ends.tokens[0], question, evict_every)
     return [
-        Answer(end.text, len(end.tokens), end.ended, kl[a], top1[a], float(read.kept[a]), _rounded(read.retained[a]))
-        for a, end in enumerate(ends)
+        Answer(kl[a], top1[a], float(read.kept[a]), _rounded(read.retained[a]), text, len(ends.tokens[a]), ends.done[a])
+        for a, text in enumerate(ends.texts())
     ]
-
-
-class _Ends:
-    """The tokens of one arm's answer until it ends."""
-
-    def __init__(self, lm: LanguageModel, stop: Sequence[str], most: int):
-        self._tokenizer, self._stop, self._most = lm.tokenizer, [text for text in stop if text], most
-        self.tokens: list[int] = []
-        self.ended = False
-
-    @property
-    def done(self) -> bool:
-        return self.ended or len(self.tokens) >= self._most
-
-    @property
-    def text(self) -> str:
-        ids = [token for token in self.tokens if token not in self._tokenizer.eos_ids]
-        return cut_at(self._tokenizer.decode(ids), self._stop)[0]
-
-    def push(self, row: np.ndarray) -> None:
-        for token in row.tolist():
-            if self.done:
-                return
-            self.tokens.append(token)
-            self.ended = token in self._tokenizer.eos_ids or (
-                bool(self._stop) and cut_at(self._tokenizer.decode(self.tokens), self._stop)[1]
-            )
 
 
 def _along(
@@ -315,9 +284,9 @@ def scores(
         results.append(
             [
                 Scored(
-                    -float(nll[a, counted].sum()), bool(hits[a, counted].all()), len(text),
                     fidelity.weighted_mean(kl[a, counted], weight), fidelity.weighted_mean(agrees[a, counted], weight),
-                    float(read.kept[a]), _rounded(read.retained[a]),
+                    float(read.kept[a]), _rounded(read.retained[a]), -float(nll[a, counted].sum()),
+                    bool(hits[a, counted].all()), len(text),
                 )
                 for a in range(len(arms))
             ]

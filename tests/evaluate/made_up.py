@@ -1,5 +1,6 @@
 """Benchmark results that nothing produced, in the format of a benchmark run's folder."""
 
+import html.parser
 import json
 
 import numpy as np
@@ -69,3 +70,23 @@ def write(folder, header, records):
     lines = [json.dumps(line) for line in (header, *records)]
     (folder / "results.jsonl").write_text("\n".join(lines) + "\n")
     return folder
+
+
+class Tags(html.parser.HTMLParser):
+    """All tags with their attributes; checks that every tag that is opened is closed in order."""
+
+    void = {"meta", "img"}
+
+    def __init__(self, text):
+        super().__init__()
+        self.found, self.open = [], []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag

@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import logging
+import shutil
 
 import pytest
 from lm_eval.api.instance import Instance
 
 import dcache
 from dcache.errors import ConfigError, LoadError
-from dcache.evaluate import benchmark
+from dcache.evaluate import benchmark, longbench
 from dcache.evaluate.fidelity import heuristic, make_arms
 from dcache.tasks import WITHHELD
 
@@ -75,6 +76,10 @@ def test_three_tasks(found):
     assert set(gsm8k["arms"]["full"]["100%"]["metrics"]) == {"exact_match,strict-match", "exact_match,flexible-extract"}
     assert choice["arms"]["full"]["100%"]["answer"] in ("yes", "no")
     assert set(trec["arms"]["h2o"]["25%"]["metrics"]) == {"score", "rouge_l"}
+    for results in (trec["arms"]["full"]["100%"], trec["arms"]["h2o"]["25%"]):
+        assert results["score"] == longbench.score("trec", results["answer"], ["Animal"], ["Animal", "Person"])
+    for results in (choice["arms"]["full"]["100%"], choice["arms"]["h2o"]["25%"]):
+        assert results["score"] == float(results["answer"] == "yes")  # item 0 is true
     assert trec["cut"] and trec["length"] == 300 and trec["doc_length"] == 40
     assert "| gsm8k_cot (2) |" in benchmark.markdown(header, records)
 
@@ -102,6 +107,17 @@ def test_an_arm_does_not_depend_on_the_others(tiny, data, found, tmp_path):
 def test_results_of_other_settings_are_refused(tiny, data, found):
     with pytest.raises(ConfigError, match="another evaluation"):
         benchmark.run(tiny, settings_of(data, count=1), arms_of("h2o"), found[2])
+
+
+def test_results_of_other_data_are_refused(tiny, data, found, tmp_path):
+    moved = tmp_path / "data"
+    shutil.copytree(data, moved)
+    _, same = benchmark.run(tiny, settings_of(moved), arms_of("h2o"), found[2])  # the place itself does not matter
+    assert same == found[1]
+    path = moved / "boolq" / "boolq.jsonl"
+    path.write_text(path.read_text().replace("Cats", "Dogs"))
+    with pytest.raises(ConfigError, match="requests_digest"):
+        benchmark.run(tiny, settings_of(moved), arms_of("h2o"), found[2])
 
 
 def test_an_answer_longer_than_the_context_is_a_reported_skip(tiny, data, tmp_path, caplog):

@@ -1,4 +1,3 @@
-import html.parser
 import importlib
 import json
 import re
@@ -8,24 +7,6 @@ import pytest
 
 from dcache.errors import CheckpointError, ConfigError, LoadError
 from dcache.evaluate import paper_report
-
-
-class Closed(html.parser.HTMLParser):
-    """Checks that every tag that is opened is closed in order; keeps the attributes."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.found, self.open = [], []
-        self.feed(text)
-        assert not self.open
-
-    def handle_starttag(self, tag, attributes):
-        self.found.append((tag, dict(attributes)))
-        if tag not in {"meta", "img"}:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
 
 
 def load(part):
@@ -85,7 +66,7 @@ def test_everything_at_small_scale(tmp_path, benchmark, monkeypatch):
         assert f"## smollm2: {heading}" in text, heading
 
     page = (tmp_path / "out" / "report.html").read_text()
-    tags = Closed(page).found
+    tags = made_up.Tags(page).found
     assert "<h1>A &amp; B</h1>" in page and "python x &lt;y&gt;" in page and "python launch/eval.py" in page
     assert not {"script", "link", "iframe"} & {tag for tag, _ in tags} and "url(" not in page
     sources = [attributes["src"] for _, attributes in tags if "src" in attributes]
@@ -128,7 +109,7 @@ def test_nothing_was_run(tmp_path, monkeypatch):
     for figure in ("figure2", "figure3", "figure4", "figure5", "table5"):
         text = make(tmp_path, figure)
         assert "not run: " in text or "not made: " in text or "not at hand" in text
-    Closed((tmp_path / "out" / "report.html").read_text())
+    made_up.Tags((tmp_path / "out" / "report.html").read_text())
 
 
 def test_latency_of_a_benchmark_file(tmp_path, monkeypatch):
