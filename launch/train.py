@@ -22,6 +22,8 @@ flags.mark_flag_as_required("config")
 
 
 def main(argv: list[str]) -> None:
+    import jax
+
     from dcache.errors import ConfigError
     from dcache.experiment import from_config
     from dcache.learn.loop import train
@@ -32,7 +34,9 @@ def main(argv: list[str]) -> None:
     experiment = from_config(_CONFIG.value)
     workdir = _WORKDIR.value or common.default_workdir(experiment)
     steps = experiment.learn.steps
-    print(f"Training {experiment.name}, seed {experiment.seed}, for {steps} steps in {workdir}", flush=True)
+    shapes = jax.tree.leaves(jax.eval_shape(experiment.policy.init, jax.random.key(0)))
+    weights = f"{sum(leaf.size for leaf in shapes):,} weights"
+    print(f"Training {experiment.name} ({weights}), seed {experiment.seed}, for {steps} steps in {workdir}", flush=True)
     outcome = train(experiment, workdir, resume=_RESUME.value)
     if outcome.step < outcome.steps:
         again = [word for word in sys.argv if word not in ("--resume", "--noresume")]
