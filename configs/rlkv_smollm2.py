@@ -15,8 +15,8 @@ authors give 2.5e-3 for one of their models): the policy gradient is about 8e-3 
 noise. These three numbers were not tuned.
 
 Cost, measured on one core of a busy machine: 10 s to answer 8 questions, 2.7 s for the gradient of each that teaches
-something (about half of them), so 20 s a step. The search for questions answers about 190, 4 minutes. Estimated from that,
-not run: 75 steps take about 30 minutes on one core, 15 to 20 on 2 idle ones.
+something (about half of them), so 20 s a step. The search for questions answers about 190, 4 minutes. Run: 59 of
+75 steps in 52 minutes beside other work (docs/experiments.md, 17).
 
 Variants, after a colon (`--config=configs/rlkv_smollm2.py:tiny`):
   tiny   the real code on a random model of 2 layers, in seconds

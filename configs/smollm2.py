@@ -13,7 +13,7 @@ Variants, after a colon (`--config=configs/smollm2.py:sequential`):
   demo        fewer steps, what `make demo` trains
   sequential  eviction every 8 of 32 tokens on the model's own continuation, 500 steps
   head        every layer and head keeps tokens of its own, one budget for all of them; trained through relaxed keep-sets
-              at 25 and 12.5% (docs/experiments.md, 10)
+              at 25 and 12.5% (docs/experiments.md, 11)
   head_equal  the same with the same budget for every head, as a fixed-shape cache needs it to save memory
   layer       the same with one keep-set for the heads of a layer
   hidden      `head` for prompts that are compressed before their question is known: it also reads hidden states, beginning with

@@ -279,7 +279,8 @@ def read_policy(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any], dic
     file = next((d / WEIGHTS for d in (Path(path), Path(path) / "policy") if (d / WEIGHTS).is_file()), None)
     if file is None:
         raise CheckpointError(
-            f"There is no trained policy in {str(path)!r}; give a directory with {WEIGHTS}, or the workdir of a run."
+            f"There is no trained policy in {str(path)!r}; give a directory with {WEIGHTS}, or the "
+            "workdir of a run; launch/train.py makes one, and policies/ holds trained ones."
         )
     try:
         with safetensors.safe_open(file, framework="np") as handle:
