@@ -2,7 +2,7 @@
 
     --config.model=NAME  the model that was run (default: the paper's own)
     --runs=DIR           a folder of benchmark results, or one that holds such folders; may be given several times (default:
-                         runs/benchmarks/<model>, and -seed<N> for further seeds)
+                         runs/<model>[-seed<N>]/benchmarks, where the page's commands put them)
     --out=DIR            where the report goes (default: runs/report/<configuration>)
     --config.viewer=FILE the retention viewer's page, to be linked
 

@@ -1,7 +1,7 @@
 """What the configurations of the paper's tables share; not a table itself.
 
 Each file beside this one names what one table or picture of the paper (DistillCache, arXiv 2608.08878v1) needs, and is given
-to `launch/report.py`. Results are read from runs/benchmarks/<model> (and -seed1 ... for more seeds), which
+to `launch/report.py`. Results are read from runs/<model>/benchmarks (runs/<model>-seed1/benchmarks ... for more seeds), which
 `launch/eval.py` fills; methods are looked for by the labels they have there.
 """
 
@@ -31,10 +31,10 @@ METHODS = {
 
 
 def evaluation(tasks: str, budgets: str = "(0.25,)") -> str:
-    """The command that runs the benchmarks; the report fills in "{model}" and "{config}"."""
+    """The command that runs the benchmarks; the report fills in "{model}", "{short}" and "{config}"."""
     return (
-        f"python launch/eval.py --config=configs/{{config}}.py --config.model={{model}} --config.eval.tasks={tasks} "
-        + (f"--config.eval.budgets='{budgets}'")
+        f"python launch/eval.py --config=configs/{{config}}.py --config.model={{model}} --workdir=runs/{{short}} "
+        f"--policy=distillcache=runs/{{config}} --config.eval.tasks={tasks} " + (f"--config.eval.budgets='{budgets}'")
     )
 
 

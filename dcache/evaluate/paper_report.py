@@ -29,7 +29,7 @@ class Plan:
     Attributes:
       name: a key of `paper.TABLES`. model: that is run. methods: the paper's label -> label of the arm in the results.
       budgets, seeds: that are to be run. tasks: name of a group -> tasks (names, or patterns with *).
-      runs: folders of results; empty for runs/benchmarks/<model>, with -seed<N> for every seed but 0.
+      runs: folders of results; empty for runs/<model>/benchmarks, with -seed<N> behind the model for every seed but 0.
       training: label -> folder of a training run whose curves are drawn. bench: file that launch/bench.py wrote. viewer: HTML
       file of the retention viewer, or "". commands: that make what is needed, with "{model}" and "{config}"
       for the model and its training configuration.
@@ -85,7 +85,8 @@ def make_plans(config: Mapping[str, Any], load: Callable[[str], Mapping[str, Any
 
 
 def _command(line: str, model: str) -> str:
-    return line.format(model=model, config="smollm2" if short(model) == "smollm2" else "mistral7b")
+    config = "smollm2" if short(model) == "smollm2" else "mistral7b"
+    return line.format(model=model, short=short(model), config=config)
 
 
 def short(model: str) -> str:
@@ -95,7 +96,7 @@ def short(model: str) -> str:
 
 def places(plan: Plan) -> list[str]:
     """Where the plan's results are looked for."""
-    usual = [f"runs/benchmarks/{{model}}{f'-seed{seed}' if seed else ''}" for seed in plan.seeds]
+    usual = [f"runs/{{model}}{f'-seed{seed}' if seed else ''}/benchmarks" for seed in plan.seeds]
     return [place.format(model=short(plan.model)) for place in plan.runs or usual]
 
 
