@@ -260,9 +260,13 @@ def longbench_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[st
 
 
 def xquad_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """SQuAD's F1 and exact match, best of the answers (arXiv 1606.05250)."""
+    """Whether the response holds one of the answers word for word; SQuAD's F1 and exact match (arXiv 1606.05250).
+
+    The first is the score: chat models answer in sentences, which F1 counts against them.
+    """
     given = metrics.normalise(results[0])
     return {
+        "contains": float(any(f" {metrics.normalise(answer)} " in f" {given} " for answer in doc["answers"])),
         "f1": max(metrics.qa_f1(results[0], answer) for answer in doc["answers"]),
         "exact_match": float(any(given == metrics.normalise(answer) for answer in doc["answers"])),
     }

@@ -158,8 +158,11 @@ def test_xquad(data):
     doc = task.eval_docs[1]
     assert doc["cut"] and doc["prompt"].endswith("\nQuestion: Where?\nAnswer:") and len(doc["prompt"]) == 149
     assert task.instances[0].args[1]["max_gen_toks"] == 32 and task.config.metadata["chat"]
-    assert task.process_results(doc, ["the mat"]) == {"f1": pytest.approx(2 / 3), "exact_match": 0.0}
-    assert task.process_results(doc, ["On mat!"]) == {"f1": 1.0, "exact_match": 1.0}
+    assert task.process_results(doc, ["the mat"]) == {"contains": 0.0, "f1": pytest.approx(2 / 3), "exact_match": 0.0}
+    assert task.process_results(doc, ["On mat!"]) == {"contains": 1.0, "f1": 1.0, "exact_match": 1.0}
+    sentence = task.process_results(doc, ["It sat on the mat."])  # two of four words
+    assert sentence == {"contains": 1.0, "f1": pytest.approx(2 / 3), "exact_match": 0.0}
+    assert task.process_results(doc, ["On matting."])["contains"] == 0.0  # whole words
     path.write_text('{"data": [{"paragraphs": [{"context": "c", "qas": [{"id": 1}]}]}]}')
     with pytest.raises(LoadError, match="xquad.en.json, question 1: not in SQuAD's format"):
         documents.xquad(chat=True, data_dir=data)
