@@ -236,8 +236,8 @@ def fidelity(
 def generate(
     lm: LanguageModel, prompts: str | Sequence[str | np.ndarray | Sequence[int]],
     policy: str | Policy | Trained = "distillcache", budget: float | int = 0.25, *, max_new_tokens: int = 64,
-    temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, evict_every: int = 16, chat: bool = True,
-    on_tokens: Callable[[np.ndarray], None] | None = None, stop: Sequence[str] = (), **settings: Any,
+    temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, evict_every: int = 16, prefill_chunk: int = 0,
+    chat: bool = True, on_tokens: Callable[[np.ndarray], None] | None = None, stop: Sequence[str] = (), **settings: Any,
 ) -> Generation:  # fmt: skip
     """Generates text with an evicted cache, for one or more prompts of any lengths at once.
 
@@ -246,7 +246,9 @@ def generate(
       policy: name, path or object. budget: ratio or number of tokens; it grows with the tokens seen if it is a ratio.
       max_new_tokens: a sequence ends earlier at an end-of-text token.
       temperature: 0 for the most likely token. top_p: sample from the smallest set with this mass. seed: of the sampling.
-      evict_every: tokens between evictions while decoding; 0 for one eviction after the prefill.
+      evict_every: tokens between evictions while decoding; 0 for none after the prefill.
+      prefill_chunk: read longer prompts in chunks of so many tokens, with an eviction after each, so that memory depends on
+        the budget and not on the prompt (`dcache.chunked`); 0 to read them whole.
       chat: put texts through the model's chat template.
       on_tokens: called with new tokens int32[B, n] as they come, -1 after a sequence's end.
       stop: texts at which a sequence ends, too; they are not part of its text.
@@ -271,5 +273,5 @@ def generate(
 
     return generate_ids(
         lm, [ids(p) for p in prompts], trained, budget, max_new_tokens=max_new_tokens, temperature=temperature,
-        top_p=top_p, seed=seed, evict_every=evict_every, on_tokens=on_tokens, stop=stop,
+        top_p=top_p, seed=seed, evict_every=evict_every, on_tokens=on_tokens, stop=stop, prefill_chunk=prefill_chunk,
     )  # fmt: skip

@@ -251,26 +251,64 @@ def attend_prompt(
         if request.mass:
             mass = mass.at[:, :, :stop].add(partial)
     out = jnp.concatenate(outputs, axis=1)
-    stats, rows = _tail_statistics(q, k, v, position, request, sliding_window)
+    everywhere = jnp.broadcast_to(position[:, None], (b, k.shape[1], t))
+    stats, rows = _tail_statistics(q, position, [Segment(k, v)], everywhere, request, sliding_window)
     return out, dataclasses.replace(stats, mass=mass if request.mass else None), rows
 
 
-def _tail_statistics(q, k, v, position, request, sliding_window):
-    """Statistics of the last queries of each prompt: `Stats` without `mass`, and rows or None."""
+def attend_chunk(
+    q: Array, segments: Sequence[Segment], query_position: Array, key_position: Array, request: StatsRequest,
+    sliding_window: int | None = None,
+) -> tuple[Array, Stats, Array | None]:  # fmt: skip
+    """Attention of one chunk of a prompt over what earlier chunks left in the cache and over itself, block by block.
+
+    Args:
+      q: [B, T, N, H], rotated. segments: the cache's slots, then the chunk's own; S in all.
+      query_position: int32[B, T], consecutive, `EMPTY` for padding (on one side). key_position: int32[B, K, S].
+      request: the statistics of these queries to compute. sliding_window: see `visible`.
+
+    Returns:
+      As `attend_prompt`, over S slots.
+    """
+    b, t, n, h = q.shape
+    width = min(_QUERY_BLOCK, t)
+    blocks = -(-t // width)
+    padded = jnp.pad(q, ((0, 0), (0, blocks * width - t), (0, 0), (0, 0)))
+    padded_position = jnp.pad(query_position, ((0, 0), (0, blocks * width - t)), constant_values=EMPTY)
+
+    def one_block(mass, block):
+        q_block, p_block = block
+        out, probs = attend(q_block, segments, p_block, key_position, sliding_window)
+        if request.mass:
+            mass = mass + jnp.einsum("bnts,bt->bns", probs, (p_block >= 0).astype(jnp.float32))
+        return mass, out
+
+    xs = (
+        padded.reshape(b, blocks, width, n, h).swapaxes(0, 1),
+        padded_position.reshape(b, blocks, width).swapaxes(0, 1),
+    )
+    mass, out = jax.lax.scan(one_block, jnp.zeros((b, n, key_position.shape[-1]), jnp.float32), xs)
+    out = out.swapaxes(0, 1).reshape(b, blocks * width, n, h)[:, :t]
+    stats, rows = _tail_statistics(q, query_position, segments, key_position, request, sliding_window)
+    return out, dataclasses.replace(stats, mass=mass if request.mass else None), rows
+
+
+def _tail_statistics(q, q_position, segments, key_position, request, sliding_window):
+    """Statistics of the last queries of each sequence: `Stats` without `mass`, and rows or None."""
     if not request.tail:
         return Stats(), None
-    b, t = position.shape
-    length = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)  # [B]
-    # Row r holds the query at position p = length - 1 - ((length - 1 - r) % tail): its ring place is p % tail.
+    b, t = q_position.shape
+    newest = jnp.max(q_position, axis=1)  # [B]
+    column = jnp.argmax(q_position, axis=1).astype(jnp.int32)
+    # Row r holds the query at position p = newest - ((newest - r) % tail): its ring place is p % tail.
     tail = min(request.tail, t)  # a window may be longer than the prompt
-    back = (length[:, None] - 1 - jnp.arange(tail, dtype=jnp.int32)[None]) % tail  # [B, tail], 0 = most recent
-    at = length[:, None] - 1 - back
-    query_position = jnp.where(at >= 0, at, EMPTY)
+    back = (newest[:, None] - jnp.arange(tail, dtype=jnp.int32)[None]) % tail  # [B, tail], 0 = most recent
+    at = newest[:, None] - back
+    real = (at >= 0) & (column[:, None] >= back)
+    query_position = jnp.where(real, at, EMPTY)
     index = jnp.maximum(at, 0)
-    q_tail = jnp.take_along_axis(q, index[:, :, None, None], axis=1)
-    key_position = jnp.broadcast_to(position[:, None], (b, k.shape[1], t))
-    _, probs = attend(q_tail, [Segment(k, v)], query_position, key_position, sliding_window)  # [B, N, tail, T]
-    real = query_position >= 0
+    q_tail = jnp.take_along_axis(q, jnp.maximum(column[:, None] - back, 0)[:, :, None, None], axis=1)
+    _, probs = attend(q_tail, segments, query_position, key_position, sliding_window)  # [B, N, tail, S]
 
     def over(count):  # which of the tail's queries are among the last `count`
         return (real & (back < count)).astype(jnp.float32)
@@ -286,9 +324,9 @@ def _tail_statistics(q, k, v, position, request, sliding_window):
     )
     rows = None
     if request.rows:
-        averaged = jnp.mean(probs, axis=1) * over(request.rows)[..., None]  # [B, tail, T]
+        averaged = jnp.mean(probs, axis=1) * over(request.rows)[..., None]  # [B, tail, S]
         rows = jax.vmap(lambda ring, r, p: ring.at[p % request.rows].add(r))(
-            jnp.zeros((b, request.rows, t), jnp.float32), averaged, index
+            jnp.zeros((b, request.rows, key_position.shape[-1]), jnp.float32), averaged, index
         )
     return stats, rows
 

@@ -6,7 +6,6 @@ different lengths share compiled code.
 """
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +17,8 @@ from jax import Array
 
 from dcache import budget as budgets
 from dcache import cache as kv
-from dcache import model
+from dcache import chunked, model
+from dcache.ahead import compiled
 from dcache.attention import StatsRequest
 from dcache.config import ModelConfig
 from dcache.errors import ConfigError
@@ -144,6 +144,19 @@ def _start(
     return first, kv.unstack(cache) if plan.unrolled else cache
 
 
+def _begin(
+    plan: _Plan, params: model.Params, hidden: Array, cache: kv.Cache, sampling: tuple
+) -> tuple[Array, kv.Cache]:
+    """After a prompt that was read in chunks: the first token of hidden states [B, D], and the cache for decoding."""
+    temperature, top_p, key = sampling
+    logits = model.unembed(params, hidden, plan.config)
+    first = sample_token(logits, temperature, top_p, _keys(key, jnp.int32(0), hidden.shape[0]), greedy=plan.greedy)
+    if not plan.evict_every:
+        cache = kv.restrict(cache, StatsRequest())
+    cache = kv.grow(cache, plan.room)
+    return first, kv.unstack(cache) if plan.unrolled else cache
+
+
 def _decode(
     plan: _Plan, params: model.Params, weights: Any, cache: kv.Cache, token: Array, step: Array, budget: Array,
     sampling: tuple,
@@ -179,21 +192,9 @@ def _keys(key: Array, step: Array, batch: int) -> Array:
     return jax.vmap(lambda i: jax.random.fold_in(at_step, i))(jnp.arange(batch, dtype=jnp.int32))
 
 
-_JITTED = {
-    "start": jax.jit(_start, static_argnums=0),
-    "decode": jax.jit(_decode, static_argnums=0, donate_argnums=3),
-}
-
-
-@functools.lru_cache(maxsize=64)
-def _compiled(name: str, plan: _Plan, tree: Any, shapes: tuple) -> Any:
-    return _JITTED[name].lower(plan, *jax.tree.unflatten(tree, shapes)).compile()
-
-
-def _compile(name: str, plan: _Plan, *args: Any) -> Any:
-    """The executable for arguments of these shapes, compiled ahead so that no timing contains a compilation."""
-    leaves, tree = jax.tree.flatten(args)
-    return _compiled(name, plan, tree, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves))
+_START = jax.jit(_start, static_argnums=0)
+_BEGIN = jax.jit(_begin, static_argnums=0)
+_DECODE = jax.jit(_decode, static_argnums=0, donate_argnums=3)
 
 
 def _make_plan(
@@ -220,45 +221,50 @@ def _make_plan(
 def generate(
     lm: LanguageModel, prompts: Sequence[np.ndarray], trained: Trained, budget: float | int, *, max_new_tokens: int,
     temperature: float, top_p: float, seed: int, evict_every: int, on_tokens: Callable[[np.ndarray], None] | None = None,
-    stop: Sequence[str] = (),
+    stop: Sequence[str] = (), prefill_chunk: int = 0,
 ) -> Generation:  # fmt: skip
     """Generates from token ids; see `dcache.generate` for the arguments.
 
     Args:
       on_tokens: called with the new tokens int32[B, n] as they come (those after a sequence's end are -1).
       stop: texts that end a sequence, too; its text is cut before the first of them.
+      prefill_chunk: tokens that are read at once where a prompt is longer, with an eviction after each chunk
+        (`dcache.chunked`); 0 to read all prompts whole.
     """
     budget = budgets.check(budget)
-    if max_new_tokens < 1 or evict_every < 0 or temperature < 0.0 or not 0.0 < top_p <= 1.0:
+    if max_new_tokens < 1 or min(evict_every, prefill_chunk) < 0 or temperature < 0.0 or not 0.0 < top_p <= 1.0:
         raise ConfigError(
-            f"max_new_tokens is {max_new_tokens}, evict_every {evict_every}, temperature {temperature}, top_p {top_p}; give "
-            "max_new_tokens >= 1, evict_every >= 0, temperature >= 0 and top_p in (0, 1]."
+            f"max_new_tokens is {max_new_tokens}, evict_every {evict_every}, prefill_chunk {prefill_chunk}, temperature "
+            f"{temperature}, top_p {top_p}; give max_new_tokens >= 1, evict_every >= 0, prefill_chunk >= 0, temperature >= 0 and "
+            "top_p in (0, 1]."
         )
     if not prompts:
         raise ConfigError("generate was given no prompt; give at least one.")
     prompts = [check_tokens(p, lm.config, max_new_tokens) for p in prompts]
     shortest = min(len(p) for p in prompts)
     policy = trained.policy.bind(lm.tokenizer).fit(budgets.tokens_kept(budget, shortest))
-    tokens, length = pad_prompts(prompts)
-    plan = _make_plan(lm, policy, budget, tokens.shape[1], max_new_tokens, evict_every, temperature == 0.0)
+    longest = max(len(p) for p in prompts)
+    plan = _make_plan(lm, policy, budget, bucket(longest), max_new_tokens, evict_every, temperature == 0.0)
     encoded = jnp.float32(budgets.encode(budget))
     sampling = (jnp.float32(temperature or 1.0), jnp.float32(top_p), jax.random.key(seed))
-
     began = time.perf_counter()
-    start_args = (lm.params, trained.params, tokens, length, encoded, sampling)
-    start = _compile("start", plan, *start_args)
-    compile_seconds = time.perf_counter() - began
-    began = time.perf_counter()
-    token, cache = jax.block_until_ready(start(*start_args))
-    prefill_seconds = time.perf_counter() - began
+    if 0 < prefill_chunk < longest:
+        token, cache, compile_seconds = _read_chunks(lm, plan, trained.params, prompts, prefill_chunk, budget, sampling)
+    else:
+        tokens, length = pad_prompts(prompts)
+        start_args = (lm.params, trained.params, tokens, length, encoded, sampling)
+        start, compile_seconds = compiled(_START, plan, *start_args)
+        token, cache = start(*start_args)
+    jax.block_until_ready((token, cache))
+    prefill_seconds = time.perf_counter() - began - compile_seconds
     cache_bytes = kv.nbytes(cache)
 
     ends = Ends(lm.tokenizer, len(prompts), on_tokens, stop)
     ends.push(np.asarray(token)[:, None])
-    began = time.perf_counter()
-    decode_args = (lm.decode_params, trained.params, cache, token, jnp.int32(0), encoded, sampling)
-    decode = _compile("decode", plan, *decode_args)
-    compile_seconds += time.perf_counter() - began
+    decode, seconds = compiled(
+        _DECODE, plan, lm.decode_params, trained.params, cache, token, jnp.int32(0), encoded, sampling
+    )
+    compile_seconds += seconds
     began, fed = time.perf_counter(), 0
     while fed + 1 < max_new_tokens and not ends.all_done:
         cache, token, new = decode(lm.decode_params, trained.params, cache, token, jnp.int32(fed), encoded, sampling)
@@ -270,13 +276,32 @@ def generate(
         texts=ends.texts(),
         tokens=tuple(np.asarray(t, np.int32) for t in ends.tokens),
         cache_bytes=cache_bytes,
-        full_cache_bytes=len(prompts) * (tokens.shape[1] + max_new_tokens) * lm.config.kv_bytes_per_token(),
+        full_cache_bytes=len(prompts) * (bucket(longest) + max_new_tokens) * lm.config.kv_bytes_per_token(),
         prompt_tokens=sum(len(p) for p in prompts),
         prefill_seconds=prefill_seconds,
         decode_seconds=decode_seconds,
         tokens_per_second=decoded / decode_seconds if decoded else 0.0,
         compile_seconds=compile_seconds,
     )
+
+
+def _read_chunks(
+    lm: LanguageModel,
+    plan: _Plan,
+    weights: Any,
+    prompts: Sequence[np.ndarray],
+    chunk: int,
+    budget: float | int,
+    sampling: tuple,
+) -> tuple[Array, kv.Cache, float]:
+    """First tokens int32[B], the cache for decoding, and the seconds that compiling took."""
+    allowed = jnp.asarray([budgets.tokens_kept(budget, len(p)) for p in prompts], jnp.int32)
+    hidden, cache, seconds = chunked.read(
+        chunked.Plan(plan.config, plan.policy, plan.kept), lm.params, weights, prompts, chunk, allowed,
+        jax.random.fold_in(sampling[2], 1),
+    )  # fmt: skip
+    begin, more = compiled(_BEGIN, plan, lm.params, hidden, cache, sampling)
+    return *begin(lm.params, hidden, cache, sampling), seconds + more
 
 
 def cut_at(text: str, stop: Sequence[str]) -> tuple[str, bool]:

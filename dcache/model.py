@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from dcache import cache as kv
-from dcache.attention import EMPTY, Segment, Stats, StatsRequest, accumulate, attend, attend_prompt
+from dcache.attention import EMPTY, Segment, Stats, StatsRequest, accumulate, attend, attend_chunk, attend_prompt
 from dcache.config import ModelConfig
 
 Params = dict[str, Any]
@@ -233,14 +233,79 @@ def prefill(
 
     rows: Any = jnp.zeros((tokens.shape[0], request.rows, t), jnp.float32) if request.rows else None
     (x, rows), (k, v, stats, moments, hidden) = run_layers(body, (embed(params, tokens), rows), params["layers"], None)
-    queries = None
-    if moments is not None:
-        count = jnp.sum(position >= kv.QueryMoments.SKIP, axis=1).astype(jnp.float32)
-        frequencies = jnp.asarray(rope_frequencies(config))
-        frequencies = jnp.broadcast_to(frequencies[None], (count.shape[0], frequencies.shape[0]))
-        queries = kv.QueryMoments(count, moments[0].swapaxes(0, 1), moments[1].swapaxes(0, 1), frequencies)
+    queries = None if moments is None else _query_moments(moments, position, config)
     hidden = None if hidden is None else hidden.swapaxes(0, 1)
     return x, kv.from_prompt(k, v, position, stats, rows, queries, hidden)
+
+
+def _query_moments(moments: tuple[Array, Array], position: Array, config: ModelConfig) -> kv.QueryMoments:
+    """Of queries at positions int32[B, T], from the layers' sums f32[L, B, N, H] and f32[L, B, N, H, H]."""
+    count = jnp.sum(position >= kv.QueryMoments.SKIP, axis=1).astype(jnp.float32)
+    frequencies = jnp.asarray(rope_frequencies(config))
+    frequencies = jnp.broadcast_to(frequencies[None], (count.shape[0], frequencies.shape[0]))
+    return kv.QueryMoments(count, moments[0].swapaxes(0, 1), moments[1].swapaxes(0, 1), frequencies)
+
+
+def prefill_chunk(
+    params: Params, config: ModelConfig, tokens: Array, position: Array, cache: kv.Cache, request: StatsRequest
+) -> tuple[Array, kv.Cache]:
+    """Reads the next chunk of prompts whose earlier chunks are in a cache, perhaps evicted.
+
+    Args:
+      params: stacked weights. tokens: int32[B, T]. position: int32[B, T], consecutive and ending with the last column;
+        `EMPTY` for padding, on the left.
+      cache: stacked, of S slots, without a shared prompt; `Stats.extra` must be empty. request: as for `prefill`; what the
+        cache carries on must be what it asks for.
+
+    Returns:
+      Hidden states [B, T, D], and a cache of S + T slots, the chunk's last. `mass`, moments and norms go on from what the
+      cache held; statistics of the last queries (windows, `last`, `rows`, spreads) are those of the chunk's.
+    """
+    b, t = tokens.shape
+    index = jnp.maximum(position, 0)
+    rows: Any = None
+    if request.rows:
+        rows = jnp.zeros((b, request.rows, kv.positions(cache).shape[-1] + t), jnp.float32)
+
+    def body(carry, p, layer):
+        x, rows = carry
+        h = rms_norm(x, p["attn_norm"], config.norm_eps)
+        unrotated, q, k, v = qkv(p, h, index, config)
+        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+        own = jnp.broadcast_to(position[:, None], (b, config.num_kv_heads, t))
+        everywhere = jnp.concatenate([layer.position, own], axis=-1)
+        with jax.named_scope("attend"):
+            segments = [Segment(layer.k, layer.v), Segment(k, v)]
+            attended, stats, layer_rows = attend_chunk(
+                q, segments, position, everywhere, request, config.sliding_window
+            )
+        if rows is not None:
+            rows = rows + layer_rows / config.num_layers
+        if request.mass:
+            stats = dataclasses.replace(stats, mass=stats.mass + jnp.pad(layer.stats.mass, ((0, 0), (0, 0), (0, t))))
+        if request.projected:
+            norms = jnp.where(position[:, None] >= 0, _projected(p, v), 0.0)
+            stats = dataclasses.replace(stats, projected=jnp.concatenate([layer.stats.projected, norms], axis=-1))
+        norm = jnp.where(own >= 0, jnp.linalg.norm(v.astype(jnp.float32), axis=-1), 0.0)
+        new = kv.LayerCache(
+            k=jnp.concatenate([layer.k, k], axis=2), v=jnp.concatenate([layer.v, v], axis=2), position=everywhere,
+            value_norm=jnp.concatenate([layer.value_norm, norm], axis=-1), stats=stats,
+        )  # fmt: skip
+        moments = _moments(unrotated, position) if request.queries else None
+        return (finish(p, x, attended, config), rows), (new, moments, h if request.hidden else None)
+
+    (x, rows), (layers, moments, hidden) = run_layers(
+        body, (embed(params, tokens), rows), params["layers"], cache.layers
+    )
+    queries = cache.queries
+    if moments is not None:
+        new = _query_moments(moments, position, config)
+        queries = dataclasses.replace(
+            new, count=new.count + queries.count, total=new.total + queries.total, outer=new.outer + queries.outer
+        )
+    length = cache.length + jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
+    entropy = None if rows is None else kv.row_entropies(rows)
+    return x, kv.Cache(layers, None, length, rows, entropy, queries, None if hidden is None else hidden.swapaxes(0, 1))
 
 
 def last_logits(params: Params, config: ModelConfig, hidden: Array, length: Array) -> Array:
@@ -377,6 +442,6 @@ def full_logits(params: Params, config: ModelConfig, tokens: Array) -> Array:
 
 __all__ = [
     "Params", "Stats", "TensorSpec", "embed", "extend", "extend_watched", "finish", "full_logits", "init_params",
-    "last_logits", "param_specs", "prefill", "qkv", "queries", "rms_norm", "rope_frequencies", "rotate", "run_layers",
+    "last_logits", "param_specs", "prefill", "prefill_chunk", "qkv", "queries", "rms_norm", "rope_frequencies", "rotate", "run_layers",
     "unembed", "unstack",
 ]  # fmt: skip

@@ -28,6 +28,7 @@ _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 for the most likely tok
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample from the smallest set of tokens with this mass.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the sampling.")
 _EVERY = flags.DEFINE_integer("evict_every", 16, "Tokens between evictions while decoding; 0: only after the prompt.")
+_CHUNK = flags.DEFINE_integer("prefill_chunk", 0, "Read longer prompts in chunks of so many tokens, evicting after each.")
 _COMPARE = flags.DEFINE_bool("compare", True, "Generate again with the full cache and report both.")
 
 
@@ -58,7 +59,7 @@ def main(argv: list[str]) -> None:
     def generate(policy, budget, on_tokens=None):
         return dcache.generate(
             lm, [prompt], policy, budget, max_new_tokens=_NEW.value, temperature=_TEMPERATURE.value, top_p=_TOP_P.value,
-            seed=_SEED.value, evict_every=_EVERY.value, on_tokens=on_tokens,
+            seed=_SEED.value, evict_every=_EVERY.value, prefill_chunk=_CHUNK.value, on_tokens=on_tokens,
         )  # fmt: skip
 
     def report(label: str, result: dcache.Generation) -> None:

@@ -128,18 +128,16 @@ def test_top_p_keeps_the_smallest_set(getkey):
 
 
 def test_cache_is_donated_between_chunks(tiny):
-    from dcache.generate import _JITTED, _make_plan
+    from dcache.generate import _DECODE, _START, _make_plan
 
     policy = make("h2o")
     plan = _make_plan(tiny, policy, 40, 128, 20, 4, True)
     tokens, length = jnp.zeros((1, 128), jnp.int32), jnp.asarray([100], jnp.int32)
     sampling = (jnp.float32(1.0), jnp.float32(1.0), jax.random.key(0))
-    token, cache = _JITTED["start"](plan, tiny.params, (), tokens, length, jnp.float32(-40.0), sampling)
-    compiled = (
-        _JITTED["decode"]
-        .lower(plan, tiny.decode_params, (), cache, token, jnp.int32(0), jnp.float32(-40.0), sampling)
-        .compile()
-    )
+    token, cache = _START(plan, tiny.params, (), tokens, length, jnp.float32(-40.0), sampling)
+    compiled = _DECODE.lower(
+        plan, tiny.decode_params, (), cache, token, jnp.int32(0), jnp.float32(-40.0), sampling
+    ).compile()
     assert compiled.memory_analysis().alias_size_in_bytes >= kv.nbytes(cache)
 
 

@@ -3,6 +3,9 @@
 An arm is a policy under a budget. All arms share the prompt's keys and values and are decoded as one batch, each under its own
 mask (`dcache.evaluate.fidelity`): a benchmark costs one prefill a prompt, not one an arm. Arm 0 is the full cache.
 
+With `prefill_chunk` a longer prompt is read by each arm for itself, chunk by chunk with an eviction after each
+(`dcache.chunked`), which costs one prefill an arm.
+
 What acts when: a generated answer's first token comes from the whole prompt, as in the paper, unless the end of the prompt
 is withheld from the policy; a given text (a choice, the second half of a document) is scored with its prompt evicted before the
 prompt's last token is fed, so that eviction touches the text's first token, too.
@@ -21,7 +24,8 @@ from jax import Array
 
 from dcache import budget as budgets
 from dcache import cache as kv
-from dcache import model
+from dcache import chunked, model
+from dcache.attention import StatsRequest
 from dcache.config import ModelConfig
 from dcache.errors import ConfigError
 from dcache.evaluate import fidelity
@@ -83,7 +87,7 @@ class Scored(Compared):
 
 @dataclasses.dataclass(frozen=True)
 class _Read:
-    """A prompt that all arms have read and evicted: their caches, what stayed, and what comes first (see `_read`)."""
+    """A prompt that all arms have read and evicted: their caches, what stayed, and their first tokens int32[A] (see `_read`)."""
 
     students: kv.Cache
     kept: np.ndarray
@@ -112,13 +116,19 @@ def _bound(lm: LanguageModel, arms: Sequence[Arm]) -> list[Arm]:
 
 
 def _read(
-    lm: LanguageModel, tokens: np.ndarray, arms: Sequence[Arm], room: int, every: int, name: str, seed: int
+    lm: LanguageModel, tokens: np.ndarray, arms: Sequence[Arm], room: int, every: int, name: str, seed: int, chunk: int
 ) -> _Read:
-    """Reads a prompt once and evicts for every arm.
+    """Reads a prompt once and evicts for every arm; or arm by arm, if it is read in chunks.
 
     Args:
       room: static, tokens that will follow. every: tokens between evictions, 0 for once. name: of the prompt.
+      chunk: see `answers`.
     """
+    key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
+    if 0 < chunk < len(tokens):
+        if every:
+            raise ConfigError(f"prefill_chunk is {chunk} and evict_every {every}; set one of them to 0.")
+        return _read_chunks(lm, tokens, arms, room, chunk, key)
     padded = np.zeros((1, size(len(tokens))), np.int32)
     padded[0, : len(tokens)] = tokens
     policies, weights = tuple(arm.policy for arm in arms), tuple(arm.params for arm in arms)
@@ -130,11 +140,56 @@ def _read(
     )  # fmt: skip
     seen = range(len(tokens), len(tokens) + room + 1, every or room)
     allowed = jnp.asarray([[budgets.tokens_kept(arm.budget, n) for arm in arms] for n in seen], jnp.int32)
-    key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
     students, kept, retained = fidelity.evict_prompt(
         cache, jnp.int32(0), policies, weights, allowed[0], jax.random.fold_in(key, 0), room=room, once=every == 0
     )
-    return _Read(students, np.asarray(kept), np.asarray(retained), first[0], allowed, key)
+    first = jnp.broadcast_to(first, (len(arms),))
+    return _Read(students, np.asarray(kept), np.asarray(retained), first, allowed, key)
+
+
+def _read_chunks(
+    lm: LanguageModel, tokens: np.ndarray, arms: Sequence[Arm], room: int, chunk: int, key: Array
+) -> _Read:  # fmt: skip
+    """`_read` of a prompt that each arm reads in chunks."""
+    allowed = [budgets.tokens_kept(arm.budget, len(tokens)) for arm in arms]
+    slots = size(len(tokens))  # shapes must not depend on the prompt
+    layers, first, kept, retained = [], [], [], []
+    for arm, most in zip(arms, allowed, strict=True):
+        held = arm.policy.most_kept(budgets.tokens_kept(arm.budget, slots), slots, lm.config)
+        plan = chunked.Plan(lm.config, arm.policy, slots if arm.method == "full" else held)
+        hidden, cache, _ = chunked.read(
+            plan, lm.params, arm.params, [tokens], chunk, jnp.asarray([most], jnp.int32), key
+        )
+        token, layer = _student(lm.params, lm.config, hidden, cache, slots=slots, room=room)
+        layers.append(layer)
+        first.append(token)
+        position = np.asarray(kv.positions(cache))
+        heads = position.size // position.shape[-1]
+        stays = np.bincount(position[position >= 0], minlength=len(tokens)) / heads
+        bins = np.arange(len(tokens)) * fidelity.BINS // len(tokens)
+        kept.append(stays.mean())
+        retained.append(
+            np.bincount(bins, stays, fidelity.BINS) / np.maximum(np.bincount(bins, minlength=fidelity.BINS), 1)
+        )
+    students = kv.Cache(
+        jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *layers), None, jnp.full(len(arms), len(tokens), jnp.int32)
+    )
+    allowed_once = jnp.asarray([allowed, allowed], jnp.int32)
+    return _Read(students, np.asarray(kept), np.stack(retained), jnp.concatenate(first), allowed_once, key)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "slots", "room"))
+def _student(
+    params: model.Params, config: ModelConfig, hidden: Array, cache: kv.Cache, *, slots: int, room: int
+) -> tuple[Array, kv.LayerCache]:  # fmt: skip
+    """The first token int32[1] of hidden states [1, D], and the layers in `slots` slots, `room` empty ones before them."""
+    cache = kv.restrict(cache, StatsRequest())
+    layers = kv.grow(cache, slots + room - kv.positions(cache).shape[-1]).layers
+    layers = dataclasses.replace(
+        layers, k=jnp.roll(layers.k, room, axis=-2), v=jnp.roll(layers.v, room, axis=-2),
+        position=jnp.roll(layers.position, room, axis=-1), value_norm=jnp.roll(layers.value_norm, room, axis=-1),
+    )  # fmt: skip
+    return jnp.argmax(model.unembed(params, hidden, config), axis=-1).astype(jnp.int32), layers
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -173,7 +228,7 @@ def _decode(
 
 def answers(
     lm: LanguageModel, prompt: Sequence[int] | np.ndarray, arms: Sequence[Arm], *, new_tokens: int,
-    stop: Sequence[str] = (), withheld: int = 0, evict_every: int = 0, name: str = "", seed: int = 0,
+    stop: Sequence[str] = (), withheld: int = 0, evict_every: int = 0, prefill_chunk: int = 0, name: str = "", seed: int = 0,
 ) -> list[Answer]:  # fmt: skip
     """Greedy answers of all arms to one prompt.
 
@@ -181,7 +236,9 @@ def answers(
       arms: of `fidelity.make_arms`, the full cache first. new_tokens: the longest answer.
       stop: texts that end an answer. withheld: last tokens of the prompt that policies must not see; rounded up to a multiple
         of 16. They are fed after the eviction.
-      evict_every: tokens between evictions while the answer is written; 0 for once after the prefill. name: for `random`.
+      evict_every: tokens between evictions while the answer is written; 0 for none after the prefill. name: for `random`.
+      prefill_chunk: tokens that are read at once where the prompt is longer, with an eviction after each chunk; 0 to read it
+        whole.
 
     Raises:
       ConfigError: a prompt that does not leave room for the answer, or nothing left to see.
@@ -197,9 +254,9 @@ def answers(
     shown, question = tokens[: len(tokens) - hidden], jnp.asarray(tokens[len(tokens) - hidden :])
     chunk = evict_every or _CHUNK
     answer_room = -(-max(new_tokens, HORIZON) // chunk) * chunk
-    read = _read(lm, shown, arms, hidden + size(answer_room, 32), evict_every, name, seed)
+    read = _read(lm, shown, arms, hidden + size(answer_room, 32), evict_every, name, seed, prefill_chunk)
     policies, weights = tuple(arm.policy for arm in arms), tuple(arm.params for arm in arms)
-    students, token = read.students, jnp.broadcast_to(read.first, (len(arms),))
+    students, token = read.students, read.first
     if hidden:
         students, token = _ask(lm.params, lm.config, students, question)
     if isinstance(lm.decode_params["layers"], tuple):
@@ -247,7 +304,7 @@ def _along(
 
 def scores(
     lm: LanguageModel, prompt: Sequence[int] | np.ndarray, texts: Sequence[Sequence[int]], arms: Sequence[Arm], *,
-    withheld: int = 0, evict_every: int = 0, name: str = "", seed: int = 0,
+    withheld: int = 0, evict_every: int = 0, prefill_chunk: int = 0, name: str = "", seed: int = 0,
 ) -> list[list[Scored]]:  # fmt: skip
     """Log-likelihoods of given texts after one prompt: for each text the results of all arms.
 
@@ -267,7 +324,7 @@ def scores(
     unit = evict_every or _UNIT
     fed_length = -(-(hidden + max(map(len, texts))) // unit) * unit
     fed_length = size(fed_length, 32) if not evict_every else fed_length
-    read = _read(lm, tokens[: len(tokens) - hidden], arms, fed_length, evict_every, name, seed)
+    read = _read(lm, tokens[: len(tokens) - hidden], arms, fed_length, evict_every, name, seed, prefill_chunk)
     results = []
     for text in texts:
         fed = np.zeros(fed_length, np.int32)

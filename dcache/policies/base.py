@@ -44,6 +44,11 @@ class Policy:
         """The attention statistics that `scores` reads; nothing else is computed."""
         return StatsRequest()
 
+    @property
+    def offline(self) -> str:
+        """Why the method cannot evict while a prompt is read in chunks (`dcache.chunked`); "" if it can."""
+        return ""
+
     def bind(self, tokenizer: Any) -> "Policy":
         """The policy with every setting that depends on the model's tokenizer filled in."""
         del tokenizer

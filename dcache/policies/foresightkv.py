@@ -233,6 +233,11 @@ class ForesightKV(Policy):
                 f"{self.shape}; the model has {shape}. Train one for it."
             )
 
+    @property
+    def offline(self):
+        """It needs all of the prompt."""
+        return "its features are of blocks of a whole prompt"
+
     def observe(self, weights, params, config, cache, tokens, continuation):
         """Scores every token after each block of the prompt."""
         del tokens, continuation

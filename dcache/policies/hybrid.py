@@ -74,6 +74,11 @@ class Hybrid(Policy):
         check_gates(self, config)
         self.base.check_model(config)
 
+    @property
+    def offline(self):
+        """It needs all of the prompt."""
+        return "it ranks all tokens of a prompt once, when the prompt has been read"
+
     def observe(self, weights, params, config, cache, tokens, continuation):
         """Scores the prompt with DistillCache."""
         self.check_model(config)

@@ -80,6 +80,11 @@ class KVzip(Policy):
         """Its own second reading."""
         return StatsRequest(extra=("reread",))
 
+    @property
+    def offline(self):
+        """It needs all of the prompt."""
+        return "it reads the whole prompt a second time"
+
     def observe(self, weights, params, config, cache, tokens, continuation):
         """Re-reads the context part by part."""
         del weights, continuation

@@ -36,6 +36,11 @@ class Oracle(Policy):
         """Its own look at the continuation."""
         return StatsRequest(extra=("future",))
 
+    @property
+    def offline(self):
+        """It needs all of the prompt."""
+        return "it looks at the text that follows the whole prompt"
+
     def observe(self, weights, params, config, cache, tokens, continuation):
         """Feeds the continuation to the full cache and sums the attention that each slot of the prompt receives."""
         del weights, tokens

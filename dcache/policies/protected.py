@@ -74,6 +74,11 @@ class Protected(Wrapper):
         Policy.fit(self, budget)
         return super().fit(budget)
 
+    @property
+    def offline(self):
+        """Marks of the prompt's ends and of the chat template need all of the prompt."""
+        return "what it marks depends on the whole prompt" if self.boundaries or self.chat else super().offline
+
     def observe(self, weights, params, config, cache, tokens, continuation):
         """Marks the tokens of the chat template, and how far each token is from the end of the prompt."""
         cache = super().observe(weights, params, config, cache, tokens, continuation)

@@ -50,6 +50,11 @@ class Wrapper(Policy):
         """Binds the policy inside."""
         return dataclasses.replace(self, base=self.base.bind(tokenizer))
 
+    @property
+    def offline(self):
+        """That of the policy inside."""
+        return self.base.offline
+
     def observe(self, weights, params, config, cache, tokens, continuation):
         """What the policy inside observes."""
         return self.base.observe(weights, params, config, cache, tokens, continuation)

@@ -30,6 +30,28 @@ def test_answers_are_those_of_generate(lm, evict_every):
     assert all(answer.kept == pytest.approx(48 / 150, abs=0.01) for answer in found[1:])
 
 
+def test_answers_after_reading_in_chunks_are_those_of_generate(lm):
+    found = shared.answers(lm, PROMPT, arms_of(), new_tokens=24, prefill_chunk=64)
+    whole = shared.answers(lm, PROMPT, arms_of(()), new_tokens=24)[0]
+    assert found[0].text == whole.text and found[0].kept == 1.0 and set(found[0].retained) == {1.0}
+    for arm, answer in zip(arms_of(), found, strict=True):
+        alone = dcache.generate(
+            lm, [PROMPT], arm.policy, arm.budget, max_new_tokens=24, evict_every=0, prefill_chunk=64
+        )
+        assert answer.text == alone.texts[0]
+        assert answer.kept == pytest.approx(1.0 if arm.method == "full" else 48 / 150)
+        assert np.mean(answer.retained) == pytest.approx(answer.kept, abs=0.02)
+    assert found[0].kl == pytest.approx(0.0, abs=1e-6) and all(answer.kl > 1e-4 for answer in found[1:])
+
+
+def test_texts_after_reading_in_chunks(lm):
+    (whole,) = shared.scores(lm, PROMPT, [TEXT], arms_of(budget=0.999))
+    (parts,) = shared.scores(lm, PROMPT, [TEXT], arms_of(budget=0.999), prefill_chunk=64)
+    (small,) = shared.scores(lm, PROMPT, [TEXT], arms_of(), prefill_chunk=64)
+    assert parts[0].nats == pytest.approx(whole[0].nats, abs=1e-3) and small[0].nats == parts[0].nats
+    assert all(result.nats != small[0].nats and result.kl > 1e-4 for result in small[1:])
+
+
 def test_an_answer_ends_at_a_text(lm):
     whole = shared.answers(lm, PROMPT, arms_of(()), new_tokens=24)[0]
     words = whole.text.split()
@@ -96,6 +118,8 @@ def test_the_draws_of_random_depend_on_the_name_alone(lm):
         lambda lm: shared.answers(lm, PROMPT, arms_of(()), new_tokens=lm.config.max_positions),
         lambda lm: shared.answers(lm, PROMPT, arms_of(()), new_tokens=4, withheld=150),
         lambda lm: shared.answers(lm, PROMPT, arms_of(()), new_tokens=4, withheld=16, evict_every=8),
+        lambda lm: shared.answers(lm, PROMPT, arms_of(()), new_tokens=4, prefill_chunk=64, evict_every=8),
+        lambda lm: shared.answers(lm, PROMPT, arms_of(("snapkv",), 200), new_tokens=4, prefill_chunk=16),
         lambda lm: shared.scores(lm, PROMPT[:1], [TEXT], arms_of(())),
         lambda lm: shared.scores(lm, PROMPT, [TEXT, []], arms_of(())),
     ],
