@@ -15,7 +15,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dcache import cache as kv
 from dcache import model
-from dcache.attention import Segment
 from dcache.axes import MESH_AXES, PRESETS, ShardingRules, constrain, parse, shards, spec
 from dcache.config import ModelConfig
 
@@ -32,6 +31,16 @@ def make_mesh(rules: ShardingRules, devices: Sequence[Any] | None = None) -> Mes
     return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes), devices=devices[:count])
 
 
+def mesh_of(text: str) -> Mesh | None:
+    """The mesh of a configuration's `sharding` (see `parse`) over all devices; None where one device is all that it has.
+
+    Raises:
+      ConfigError: the text cannot be read, or does not fit the devices.
+    """
+    mesh = make_mesh(parse(text))
+    return None if mesh.size == 1 else mesh
+
+
 def on(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     """The context in which computations are laid out over a mesh; None for one device."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
@@ -46,42 +55,13 @@ def param_shardings(config: ModelConfig, rules: ShardingRules, mesh: Mesh) -> mo
     return jax.tree.map(place, model.param_specs(config))
 
 
-def cache_axes(cache: kv.Cache) -> kv.Cache:
-    """The logical axes of every array of a cache, in its structure: a leading L if its layers are stacked."""
-
-    def layer(at: kv.LayerCache, lead: str) -> kv.LayerCache:
-        # The tail behind a shared prompt is short: its slots are not split.
-        own: Any = f"{lead}BK.H" if cache.prompt is not None else f"{lead}BKSH"
-        slots: Any = f"{lead}BKS"
-        return kv.LayerCache(own, own, slots, slots, jax.tree.map(lambda _: f"{lead}BNS", at.stats))
-
-    unrolled = isinstance(cache.layers, tuple)
-    shared: Any = "L.KSH"
-    per_sequence: Any = "B"
-    moments: Any = ("B", "BLNH", "BLN..", "B.")
-    return kv.Cache(
-        layers=tuple(layer(at, "") for at in cache.layers) if unrolled else layer(cache.layers, "L"),
-        prompt=None if cache.prompt is None else Segment(shared, shared),
-        length=per_sequence,
-        rows=None if cache.rows is None else "B.S",
-        row_entropy=None if cache.row_entropy is None else "B.",
-        queries=None if cache.queries is None else kv.QueryMoments(*moments),
-        hidden=None if cache.hidden is None else "BLSD",
-    )
-
-
 def cache_shardings(cache: Any, rules: ShardingRules, mesh: Mesh) -> Any:
     """Where each array of a cache lies, in its structure; cache: a `Cache` of arrays or of their shapes."""
 
     def place(letters: str, x: Any) -> NamedSharding:
         return NamedSharding(mesh, spec(letters, x.shape, rules.ACTIVATIONS, mesh.shape))
 
-    return jax.tree.map(place, cache_axes(cache), cache)
-
-
-def constrain_cache(cache: kv.Cache) -> kv.Cache:
-    """`constrain` for every array of a cache."""
-    return jax.tree.map(lambda letters, x: constrain(x, letters), cache_axes(cache), cache)
+    return jax.tree.map(place, kv.axes(cache), cache)
 
 
 def batch_sharding(mesh: Mesh, rules: ShardingRules) -> NamedSharding:
@@ -90,6 +70,6 @@ def batch_sharding(mesh: Mesh, rules: ShardingRules) -> NamedSharding:
 
 
 __all__ = [
-    "MESH_AXES", "PRESETS", "ShardingRules", "batch_sharding", "cache_axes", "cache_shardings", "constrain",
-    "constrain_cache", "make_mesh", "on", "param_shardings", "parse", "shards",
+    "MESH_AXES", "PRESETS", "ShardingRules", "batch_sharding", "cache_shardings", "constrain",
+    "make_mesh", "mesh_of", "on", "param_shardings", "parse", "shards",
 ]  # fmt: skip
