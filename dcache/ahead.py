@@ -6,6 +6,8 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
+from jax import Array
+from jax.sharding import NamedSharding
 
 
 @functools.lru_cache(maxsize=64)
@@ -21,5 +23,11 @@ def compiled(jitted: Any, static: Hashable, *args: Any) -> tuple[Any, float]:
     """
     began = time.perf_counter()
     leaves, tree = jax.tree.flatten(args)
-    found = _compiled(jitted, static, tree, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves))
+    found = _compiled(jitted, static, tree, tuple(map(_shape, leaves)))
     return found, time.perf_counter() - began
+
+
+def _shape(x: Array) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an array, and its place if it lies on a mesh."""
+    place = x.sharding if isinstance(x.sharding, NamedSharding) else None
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)

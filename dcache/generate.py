@@ -20,10 +20,12 @@ from dcache import cache as kv
 from dcache import chunked, model
 from dcache.ahead import compiled
 from dcache.attention import StatsRequest
+from dcache.axes import constrain
 from dcache.config import ModelConfig
 from dcache.errors import ConfigError
 from dcache.load import LanguageModel
 from dcache.policies.base import Policy, Trained, keep_set, read
+from dcache.sharding import on_its_mesh
 from dcache.tokenizer import StreamDecoder, Tokenizer
 
 _CHUNK = 16
@@ -141,7 +143,7 @@ def _start(
     if not plan.evict_every:  # statistics serve no further eviction
         cache = kv.restrict(cache, StatsRequest())
     cache = kv.compact(cache, keep, plan.kept, plan.room)
-    return first, kv.unstack(cache) if plan.unrolled else cache
+    return constrain(first, "."), kv.unstack(cache) if plan.unrolled else cache
 
 
 def _begin(
@@ -154,7 +156,7 @@ def _begin(
     if not plan.evict_every:
         cache = kv.restrict(cache, StatsRequest())
     cache = kv.grow(cache, plan.room)
-    return first, kv.unstack(cache) if plan.unrolled else cache
+    return constrain(first, "."), kv.unstack(cache) if plan.unrolled else cache
 
 
 def _decode(
@@ -183,7 +185,7 @@ def _decode(
         return (cache, token), token
 
     (cache, token), tokens = jax.lax.scan(one, (cache, token), jnp.arange(plan.chunk, dtype=jnp.int32))
-    return cache, token, tokens.T
+    return cache, constrain(token, "."), constrain(tokens.T, "..")  # the host of every device reads all tokens
 
 
 def _keys(key: Array, step: Array, batch: int) -> Array:
@@ -211,6 +213,8 @@ def _make_plan(
     if evict_every:
         # Between two evictions `evict_every` tokens come on top of a budget that grows with the tokens seen.
         room = min(new, most(length + new) - kept + evict_every)
+    if lm.mesh is not None:  # slots that are split over devices come in equal parts
+        room += -(kept + room) % lm.mesh.shape["sequence"]
     return _Plan(
         config=lm.config, policy=policy, evict_every=evict_every, kept=kept, room=room,
         chunk=min(evict_every or _CHUNK, max(new - 1, 1)), greedy=greedy,
@@ -218,6 +222,7 @@ def _make_plan(
     )  # fmt: skip
 
 
+@on_its_mesh
 def generate(
     lm: LanguageModel, prompts: Sequence[np.ndarray], trained: Trained, budget: float | int, *, max_new_tokens: int,
     temperature: float, top_p: float, seed: int, evict_every: int, on_tokens: Callable[[np.ndarray], None] | None = None,
@@ -235,8 +240,8 @@ def generate(
     if max_new_tokens < 1 or min(evict_every, prefill_chunk) < 0 or temperature < 0.0 or not 0.0 < top_p <= 1.0:
         raise ConfigError(
             f"max_new_tokens is {max_new_tokens}, evict_every {evict_every}, prefill_chunk {prefill_chunk}, temperature "
-            f"{temperature}, top_p {top_p}; give max_new_tokens >= 1, evict_every >= 0, prefill_chunk >= 0, temperature >= 0 and "
-            "top_p in (0, 1]."
+            f"{temperature}, top_p {top_p}; give max_new_tokens >= 1, evict_every >= 0, prefill_chunk >= 0, temperature "
+            ">= 0 and top_p in (0, 1]."
         )
     if not prompts:
         raise ConfigError("generate was given no prompt; give at least one.")

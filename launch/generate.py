@@ -28,7 +28,9 @@ _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 for the most likely tok
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample from the smallest set of tokens with this mass.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the sampling.")
 _EVERY = flags.DEFINE_integer("evict_every", 16, "Tokens between evictions while decoding; 0: only after the prompt.")
-_CHUNK = flags.DEFINE_integer("prefill_chunk", 0, "Read longer prompts in chunks of so many tokens, evicting after each.")
+_CHUNK = flags.DEFINE_integer(
+    "prefill_chunk", 0, "Read longer prompts in chunks of so many tokens, evicting after each."
+)
 _COMPARE = flags.DEFINE_bool("compare", True, "Generate again with the full cache and report both.")
 
 
@@ -51,7 +53,7 @@ def main(argv: list[str]) -> None:
     policy = dcache.resolve(name)
     if shipped and experiment.model != "smollm2":
         print(f"note: no policy was trained for {experiment.model!r} yet; using the one for 'smollm2'", file=sys.stderr)
-    lm = dcache.load(experiment.model, experiment.dtype)
+    lm = dcache.load(experiment.model, experiment.dtype, experiment.sharding)
 
     def write(text: str) -> None:
         print(text, end="", flush=True)

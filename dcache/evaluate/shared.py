@@ -87,7 +87,7 @@ class Scored(Compared):
 
 @dataclasses.dataclass(frozen=True)
 class _Read:
-    """A prompt that all arms have read and evicted: their caches, what stayed, and their first tokens int32[A] (see `_read`)."""
+    """A prompt that all arms have read and evicted: their caches, what stayed, their first tokens int32[A] (see `_read`)."""
 
     students: kv.Cache
     kept: np.ndarray
