@@ -9,7 +9,6 @@ import pytest
 
 import dcache
 from dcache import ahead, chunked
-from dcache import cache as kv
 from dcache.attention import EMPTY, StatsRequest
 from dcache.errors import ConfigError
 from dcache.policies import REGISTRY, make
