@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import itertools
 import logging
-import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from dcache import tasks as task_files
 from dcache.data.local import localise
 from dcache.errors import ConfigError, DcacheError
 from dcache.evaluate import lm as model_class
-from dcache.evaluate import records, shared, statistics
+from dcache.evaluate import records, shared
 from dcache.evaluate.fidelity import Arm, budget_name
 from dcache.experiment import Experiment
 from dcache.load import LanguageModel
@@ -417,47 +416,3 @@ def _common(result: shared.Answer | shared.Scored) -> dict[str, Any]:
     return {
         "kl": result.kl, "top1": result.top1, "kept": round(result.kept, 6), "retained": list(result.retained), "seconds": None
     }  # fmt: skip
-
-
-def markdown(header: Record, found: Sequence[Record]) -> str:
-    """One table a budget: for each task and method the mean score in percent and the mean KL in nats, with 95% intervals.
-
-    Perplexity tasks have their perplexity in place of the score. Numbers in brackets behind a task: its examples.
-    """
-    methods = list(dict.fromkeys(arm["method"] for arm in header["arms"]))
-    budgets = [name for name in dict.fromkeys(arm["budget"] for arm in header["arms"]) if name != "100%"]
-    used = [record for record in found if record["arms"]]
-    tasks = list(dict.fromkeys(map(_row_name, used)))
-    lines = []
-    for budget in budgets:
-        lines += [
-            f"### {budget} of the cache",
-            "",
-            f"| task (examples) | {' | '.join(methods)} |",
-            "|---" * (len(methods) + 1) + "|",
-        ]
-        for task in tasks:
-            rows = [record["arms"] for record in used if _row_name(record) == task]
-            cells = [_cell([row[m].get(budget) or row[m]["100%"] for row in rows], m == "full") for m in methods]
-            lines.append(f"| {task} ({len(rows)}) | {' | '.join(cells)} |")
-        lines.append("")
-    left = len(found) - len(used)
-    if left:
-        lines.append(f"{left} examples were skipped: their answers leave no room for the prompt.")
-    return "\n".join(lines) + "\n"
-
-
-def _row_name(record: Record) -> str:
-    """RULER's lengths have rows of their own."""
-    return f"{record['task']} at {record['doc_length']}" if "ruler" in record["task"] else record["task"]
-
-
-def _cell(results: Sequence[Mapping[str, Any]], full: bool) -> str:
-    if all(result["nll"] is not None for result in results):
-        nats = sum(result["nll"] * result["tokens"] for result in results)
-        main = f"ppl {math.exp(nats / sum(result['tokens'] for result in results)):.2f}"
-    else:
-        score = statistics.mean([100 * result["score"] for result in results])
-        main = f"{score.value:.1f}" if score.n < 2 else f"{score.value:.1f} [{score.low:.0f}, {score.high:.0f}]"
-    known = [result["kl"] for result in results if result["kl"] is not None]
-    return main if full or not known else f"{main}; {max(sum(known) / len(known), 0.0):.3f}"
