@@ -23,7 +23,7 @@ from dcache.errors import ConfigError, DcacheError
 from dcache.evaluate import lm as model_class
 from dcache.evaluate import records, shared
 from dcache.evaluate.fidelity import Arm, budget_name
-from dcache.experiment import Experiment
+from dcache.experiment import Experiment, TaskSettings
 from dcache.load import LanguageModel
 
 _LOG = logging.getLogger(__name__)
@@ -34,29 +34,17 @@ DEFAULT_ANSWER = 256
 """Longest answer in tokens of tasks that do not say."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(TaskSettings):
     """How benchmarks are run.
 
     Attributes:
       tasks: names of tasks, groups or tags, of the harness or of this project (`dcache_...`).
-      count: the first so many items of each task; None for all.
-      data_dir: folder with the benchmarks' files; None for the hub.
-      length: longest prompt of the tasks that cut theirs (LongBench), and of perplexity texts without a length of their own.
-      ruler_lengths: lengths of RULER's prompts. chat: put the harness's own tasks into the chat template (this project's say so
-        themselves). most_new: longest answer, where a task asks for more; None for what the task says.
-      long_count: the first so many items of tasks with answers of more than 64 tokens; None for `count`.
-      evict_every, seed: as in `fidelity.Settings`.
+      count: the first so many items of each task; None for all. evict_every, seed: as in `fidelity.Settings`.
     """
 
     tasks: tuple[str, ...]
     count: int | None = None
-    data_dir: str | None = None
-    length: int | None = None
-    ruler_lengths: tuple[int, ...] = (4096,)
-    chat: bool = False
-    most_new: int | None = None
-    long_count: int | None = None
     evict_every: int = 0
     seed: int = 0
 
@@ -79,11 +67,15 @@ ANSWER_ROOM = 512
 def settings_of(experiment: Experiment, lm: LanguageModel) -> Settings:
     """The benchmark settings of an experiment."""
     chosen = experiment.eval
+    shared_fields = {field.name: getattr(chosen, field.name) for field in dataclasses.fields(TaskSettings)}
+    shared_fields["length"] = chosen.length or lm.config.max_positions - ANSWER_ROOM
     return Settings(
-        tasks=chosen.task_names(), count=chosen.prompts, data_dir=chosen.data_dir,
-        length=chosen.length or lm.config.max_positions - ANSWER_ROOM, ruler_lengths=chosen.ruler_lengths, chat=chosen.chat,
-        most_new=chosen.most_new, long_count=chosen.long_count, evict_every=chosen.evict_every, seed=experiment.seed,
-    )  # fmt: skip
+        tasks=chosen.task_names(),
+        count=chosen.prompts,
+        evict_every=chosen.evict_every,
+        seed=experiment.seed,
+        **shared_fields,
+    )
 
 
 def load_tasks(settings: Settings, lm: LanguageModel) -> dict[str, Any]:
@@ -139,6 +131,8 @@ def _leaves(manager: TaskManager, name: str) -> list[str]:
 
 
 def _config(entry: Any) -> dict[str, Any]:
+    # Private, but the harness has no public way to a whole configuration that does not load the task's data, too: `Entry.cfg`
+    # lacks what a file includes.
     from lm_eval.tasks._yaml_loader import load_yaml
 
     return dict(load_yaml(entry.yaml_path, resolve_func=True)) if entry.yaml_path else dict(entry.cfg or {})
@@ -322,6 +316,7 @@ def _metrics(example: _Example, responses: Sequence[Any]) -> dict[str, Any]:
     for request, response in zip(example.requests, responses, strict=True):
         request.resps, request.filtered_resps = [response], {}
     found: dict[str, Any] = {}
+    # `Task.apply_filters` would filter all examples of the task at once; there is no public way to one of them.
     filters = example.task._filters
     for ensemble in filters:
         ensemble.apply(list(example.requests))
@@ -360,11 +355,8 @@ def _choose(lm: LanguageModel, example: _Example, settings: Settings, arms: Sequ
     if any(len(text) + 2 >= lm.config.max_positions for _, text, _ in encoded):
         return len(encoded[0][0]), False, [], []
     results: list[Any] = [None] * len(encoded)
-    longest = max(len(text) for _, text, _ in encoded)
     was_cut = False
-    for context in dict.fromkeys(start for start, _, _ in encoded):
-        members = [i for i, (start, _, _) in enumerate(encoded) if start == context]
-        prompt, cut = model_class.fit(context, lm.config.max_positions - longest)
+    for members, prompt, cut in model_class.by_context([pair[:2] for pair in encoded], lm.config.max_positions):
         was_cut |= cut
         scored = shared.scores(
             lm, prompt, [encoded[i][1] for i in members], arms, withheld=encoded[members[0]][2],
@@ -389,14 +381,11 @@ def _roll(lm: LanguageModel, example: _Example, settings: Settings, arms: Sequen
     (text,) = example.requests[0].args
     prefix = lm.tokenizer.bos_id if lm.tokenizer.bos_id is not None else lm.tokenizer.eos_ids[0]
     windows = model_class.halves(lm, text, prefix, lm.config.max_positions)
-    before = sum(model_class.opening(lm, first) for first, _ in windows)
-    parts = [
-        shared.scores(
-            lm, first, [second], arms, evict_every=settings.evict_every, name=example.name, seed=settings.seed
-        )[0]
+    read = [
+        shared.window(lm, first, second, arms, evict_every=settings.evict_every, name=example.name, seed=settings.seed)
         for first, second in windows
-        if second
     ]
+    before, parts = sum(opening for opening, _ in read), [scored for _, scored in read if scored]
     if not parts:
         return len(windows[0][0]), False, [], []
     found, resps = [], []

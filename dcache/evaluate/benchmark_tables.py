@@ -37,7 +37,7 @@ def arms(found: Sequence[Run]) -> list[tuple[str, str]]:
 
 def budgets(found: Sequence[Run]) -> list[str]:
     """The budgets, without that of the full cache."""
-    return list(dict.fromkeys(budget for method, budget in arms(found)[1:]))
+    return list(dict.fromkeys(budget for _, budget in arms(found) if budget != FULL[1]))
 
 
 def shown(measured: Measured | None, quantity: str) -> str:
