@@ -52,7 +52,7 @@ def get_config(variant: str = "") -> ConfigDict:
             policies=("full", "random", "streaming_llm", "h2o", "snapkv", "tova", "keydiff"),
             budgets=(0.5, 0.25, 0.125), prompts=32, horizon=12, evict_every=0, seed=1, accuracy=True, hide_question=False,
             tasks="", data_dir=placeholder(str), length=placeholder(int), ruler_lengths=(4096,), chat=False,
-            most_new=placeholder(int), long_count=placeholder(int),
+            most_new=placeholder(int), long_count=placeholder(int), prefill_chunk=0,
         )
     )  # fmt: skip
 

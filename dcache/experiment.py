@@ -48,8 +48,31 @@ class DataConfig:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class EvalConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskSettings:
+    """How benchmark tasks are run: what `EvalConfig` and `evaluate.benchmark.Settings` share.
+
+    Attributes:
+      data_dir: folder with the benchmarks' files; None for the hub.
+      length: longest prompt of the tasks that cut theirs (LongBench), and of perplexity texts without a length of their own.
+      ruler_lengths: lengths of RULER's prompts. chat: put the harness's own tasks into the chat template (this project's say so
+        themselves). most_new: longest answer, where a task asks for more; None for what the task says.
+      long_count: the first so many items of tasks with answers of more than 64 tokens; None for as many as of the others.
+      prefill_chunk: tokens of a prompt that are read at once where it is longer, with an eviction after each chunk
+        (`dcache.chunked`); 0 to read prompts whole. Texts whose perplexity is measured are read whole in any case.
+    """
+
+    data_dir: str | None = None
+    length: int | None = None
+    ruler_lengths: tuple[int, ...] = (4096,)
+    chat: bool = False
+    most_new: int | None = None
+    long_count: int | None = None
+    prefill_chunk: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig(TaskSettings):
     """What `launch/eval.py` compares.
 
     Attributes:
@@ -60,7 +83,7 @@ class EvalConfig:
       hide_question: query-agnostic compression: a policy sees a retrieval prompt without its question, which is fed after the
         eviction.
       tasks: names of benchmark tasks (of lm-evaluation-harness or of `dcache.tasks`), separated by commas: these are run in
-        place of the held-out prompts, `prompts` items of each. The other fields are theirs (`evaluate.benchmark.Settings`).
+        place of the held-out prompts, `prompts` items of each.
     """
 
     policies: tuple[str, ...]
@@ -72,12 +95,6 @@ class EvalConfig:
     accuracy: bool
     hide_question: bool = False
     tasks: str = ""
-    data_dir: str | None = None
-    length: int | None = None
-    ruler_lengths: tuple[int, ...] = (4096,)
-    chat: bool = False
-    most_new: int | None = None
-    long_count: int | None = None
 
     def __post_init__(self):
         for value in self.budgets:

@@ -29,7 +29,10 @@ def run(main: Callable[[list[str]], int | None]) -> None:
 
 
 def _parse(argv: list[str]) -> list[str]:
-    """Parses the flags; whatever is wrong with them or with the configuration file is printed as one line."""
+    """Parses the flags; whatever is wrong with them or with the configuration file is printed as one line.
+
+    A command that was started without any flag, though it needs some, prints its usage before that line.
+    """
     from dcache.errors import DcacheError
 
     try:
@@ -48,7 +51,9 @@ def _parse(argv: list[str]) -> list[str]:
         elif isinstance(error, OSError):
             text = f"the configuration file cannot be read ({str(error).splitlines()[-1].strip()})"
         else:
-            text = str(error)
+            text = " ".join(str(error).split())
+        if len(argv) == 1:
+            print(sys.modules["__main__"].__doc__, file=sys.stderr)
         print(f"error: {text}", file=sys.stderr)
         sys.exit(1)
     if flags.FLAGS["verbosity"].using_default_value:

@@ -2,9 +2,11 @@
 
 --gates=PATH   a trained rlkv policy, or the workdir of its run
 --policy=PATH  a trained distillcache policy, or the workdir of its run
---out=DIR      where the hybrid is saved; every command takes this folder as a policy
+--out=DIR      where the hybrid is saved, a new folder; every command takes it as a policy
 --nomatched    the paper's split: 20% of the heads keep everything
 """
+
+import os
 
 import common
 from absl import flags
@@ -23,6 +25,8 @@ def main(argv: list[str]) -> None:
 
     if len(argv) > 1:
         raise ConfigError(f"Unknown argument {argv[1]!r}; options begin with --, see --help.")
+    if os.path.exists(_OUT.value):
+        raise ConfigError(f"--out={_OUT.value} exists already; give a new folder, or delete it first.")
     gates, base = checkpoint.load_policy(_GATES.value), checkpoint.load_policy(_POLICY.value)
     made = compose(gates, base, matched=_MATCHED.value)
     checkpoint.save_policy(_OUT.value, made.policy, made.params, {"gates": _GATES.value, "base": _POLICY.value})

@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
 
 def _run_tasks(experiment, methods, out: pathlib.Path) -> None:
     from dcache import workdir
-    from dcache.evaluate import benchmark, fidelity, peers
+    from dcache.evaluate import benchmark, benchmark_tables, fidelity, peers
     from dcache.load import load
 
     lm = load(experiment.model, experiment.dtype, experiment.sharding)
@@ -73,11 +73,13 @@ def _run_tasks(experiment, methods, out: pathlib.Path) -> None:
     with workdir.lock(out):
         settings = benchmark.settings_of(experiment, lm)
         header, records = benchmark.run(lm, settings, arms, out / "results.jsonl")
-        text = benchmark.markdown(header, records)
+        text = benchmark_tables.of_one_run(header, records)
         workdir.atomic_write(out / "table.md", text)
         if _ANSWERS.value:
             given = peers.read_answers(_ANSWERS.value, out / benchmark.PROMPTS)
-            text = benchmark.markdown(*peers.beside(header, records, *peers.score_answers(lm, settings, given)))
+            text = benchmark_tables.of_one_run(
+                *peers.beside(header, records, *peers.score_answers(lm, settings, given))
+            )
         print(text)
     print(f"Results: {out / 'results.jsonl'}")
 

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import itertools
 import logging
-import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,9 +21,9 @@ from dcache import tasks as task_files
 from dcache.data.local import localise
 from dcache.errors import ConfigError, DcacheError
 from dcache.evaluate import lm as model_class
-from dcache.evaluate import records, shared, statistics
+from dcache.evaluate import records, shared
 from dcache.evaluate.fidelity import Arm, budget_name
-from dcache.experiment import Experiment
+from dcache.experiment import Experiment, TaskSettings
 from dcache.load import LanguageModel
 from dcache.sharding import on_its_mesh
 
@@ -36,35 +35,27 @@ DEFAULT_ANSWER = 256
 """Longest answer in tokens of tasks that do not say."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(TaskSettings):
     """How benchmarks are run.
 
     Attributes:
       tasks: names of tasks, groups or tags, of the harness or of this project (`dcache_...`).
-      count: the first so many items of each task; None for all.
-      data_dir: folder with the benchmarks' files; None for the hub.
-      length: longest prompt of the tasks that cut theirs (LongBench), and of perplexity texts without a length of their own.
-      ruler_lengths: lengths of RULER's prompts. chat: put the harness's own tasks into the chat template (this project's say so
-        themselves). most_new: longest answer, where a task asks for more; None for what the task says.
-      long_count: the first so many items of tasks with answers of more than 64 tokens; None for `count`.
-      evict_every, seed: as in `fidelity.Settings`.
+      count: the first so many items of each task; None for all. evict_every, seed: as in `fidelity.Settings`.
     """
 
     tasks: tuple[str, ...]
     count: int | None = None
-    data_dir: str | None = None
-    length: int | None = None
-    ruler_lengths: tuple[int, ...] = (4096,)
-    chat: bool = False
-    most_new: int | None = None
-    long_count: int | None = None
     evict_every: int = 0
     seed: int = 0
 
     def __post_init__(self):
         if not self.tasks:
             raise ConfigError("There are no tasks; give names, such as tasks='gsm8k_cot,boolq'.")
+        if self.prefill_chunk < 0 or (self.prefill_chunk and self.evict_every):
+            raise ConfigError(
+                f"prefill_chunk is {self.prefill_chunk} and evict_every {self.evict_every}; give 0 or more, and one of them 0."
+            )
         for name in ("count", "length", "most_new", "long_count"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -81,11 +72,15 @@ ANSWER_ROOM = 512
 def settings_of(experiment: Experiment, lm: LanguageModel) -> Settings:
     """The benchmark settings of an experiment."""
     chosen = experiment.eval
+    shared_fields = {field.name: getattr(chosen, field.name) for field in dataclasses.fields(TaskSettings)}
+    shared_fields["length"] = chosen.length or lm.config.max_positions - ANSWER_ROOM
     return Settings(
-        tasks=chosen.task_names(), count=chosen.prompts, data_dir=chosen.data_dir,
-        length=chosen.length or lm.config.max_positions - ANSWER_ROOM, ruler_lengths=chosen.ruler_lengths, chat=chosen.chat,
-        most_new=chosen.most_new, long_count=chosen.long_count, evict_every=chosen.evict_every, seed=experiment.seed,
-    )  # fmt: skip
+        tasks=chosen.task_names(),
+        count=chosen.prompts,
+        evict_every=chosen.evict_every,
+        seed=experiment.seed,
+        **shared_fields,
+    )
 
 
 def load_tasks(settings: Settings, lm: LanguageModel) -> dict[str, Any]:
@@ -141,6 +136,8 @@ def _leaves(manager: TaskManager, name: str) -> list[str]:
 
 
 def _config(entry: Any) -> dict[str, Any]:
+    # Private, but the harness has no public way to a whole configuration that does not load the task's data, too: `Entry.cfg`
+    # lacks what a file includes.
     from lm_eval.tasks._yaml_loader import load_yaml
 
     return dict(load_yaml(entry.yaml_path, resolve_func=True)) if entry.yaml_path else dict(entry.cfg or {})
@@ -298,6 +295,8 @@ def _evaluate(lm: LanguageModel, example: _Example, settings: Settings, arms: Se
         raise ConfigError(f"The task {example.task_name!r} has requests of kind {kind!r}, which no text model answers.")
     if not found:
         return record | {"length": length, "skipped": "the answer leaves no room for the prompt", "arms": {}}
+    if any([result.pop("during") for result in found]):
+        record["evicted"] = "during the prefill"
     table: dict[str, dict[str, Any]] = {}
     for arm, result, responses in zip(arms, found, resps, strict=True):
         table.setdefault(arm.method, {})[budget_name(arm.budget)] = with_metrics(example, responses, result)
@@ -325,6 +324,7 @@ def _metrics(example: _Example, responses: Sequence[Any]) -> dict[str, Any]:
     for request, response in zip(example.requests, responses, strict=True):
         request.resps, request.filtered_resps = [response], {}
     found: dict[str, Any] = {}
+    # `Task.apply_filters` would filter all examples of the task at once; there is no public way to one of them.
     filters = example.task._filters
     for ensemble in filters:
         ensemble.apply(list(example.requests))
@@ -341,7 +341,8 @@ def _generate(lm: LanguageModel, example: _Example, settings: Settings, arms: Se
         return length, False, [], []
     answers = shared.answers(
         lm, prompt.tokens, arms, new_tokens=prompt.new_tokens, stop=prompt.stop, withheld=prompt.withheld,
-        evict_every=0 if prompt.withheld else settings.evict_every, name=example.name, seed=settings.seed,
+        evict_every=0 if prompt.withheld else settings.evict_every, prefill_chunk=settings.prefill_chunk, name=example.name,
+        seed=settings.seed,
     )  # fmt: skip
     found = [
         {"answer": a.text, "answer_tokens": a.tokens, "ended": a.ended, "nll": None, "tokens": 0} | _common(a)
@@ -363,15 +364,12 @@ def _choose(lm: LanguageModel, example: _Example, settings: Settings, arms: Sequ
     if any(len(text) + 2 >= lm.config.max_positions for _, text, _ in encoded):
         return len(encoded[0][0]), False, [], []
     results: list[Any] = [None] * len(encoded)
-    longest = max(len(text) for _, text, _ in encoded)
     was_cut = False
-    for context in dict.fromkeys(start for start, _, _ in encoded):
-        members = [i for i, (start, _, _) in enumerate(encoded) if start == context]
-        prompt, cut = model_class.fit(context, lm.config.max_positions - longest)
+    for members, prompt, cut in model_class.by_context([pair[:2] for pair in encoded], lm.config.max_positions):
         was_cut |= cut
         scored = shared.scores(
             lm, prompt, [encoded[i][1] for i in members], arms, withheld=encoded[members[0]][2],
-            evict_every=settings.evict_every, name=example.name, seed=settings.seed,
+            evict_every=settings.evict_every, prefill_chunk=settings.prefill_chunk, name=example.name, seed=settings.seed,
         )  # fmt: skip
         for i, result in zip(members, scored, strict=True):
             results[i] = result
@@ -392,14 +390,11 @@ def _roll(lm: LanguageModel, example: _Example, settings: Settings, arms: Sequen
     (text,) = example.requests[0].args
     prefix = lm.tokenizer.bos_id if lm.tokenizer.bos_id is not None else lm.tokenizer.eos_ids[0]
     windows = model_class.halves(lm, text, prefix, lm.config.max_positions)
-    before = sum(model_class.opening(lm, first) for first, _ in windows)
-    parts = [
-        shared.scores(
-            lm, first, [second], arms, evict_every=settings.evict_every, name=example.name, seed=settings.seed
-        )[0]
+    read = [
+        shared.window(lm, first, second, arms, evict_every=settings.evict_every, name=example.name, seed=settings.seed)
         for first, second in windows
-        if second
     ]
+    before, parts = sum(opening for opening, _ in read), [scored for _, scored in read if scored]
     if not parts:
         return len(windows[0][0]), False, [], []
     found, resps = [], []
@@ -417,49 +412,6 @@ def _roll(lm: LanguageModel, example: _Example, settings: Settings, arms: Sequen
 
 def _common(result: shared.Answer | shared.Scored) -> dict[str, Any]:
     return {
-        "kl": result.kl, "top1": result.top1, "kept": round(result.kept, 6), "retained": list(result.retained), "seconds": None
+        "kl": result.kl, "top1": result.top1, "kept": round(result.kept, 6), "retained": list(result.retained), "seconds": None,
+        "during": result.during,
     }  # fmt: skip
-
-
-def markdown(header: Record, found: Sequence[Record]) -> str:
-    """One table a budget: for each task and method the mean score in percent and the mean KL in nats, with 95% intervals.
-
-    Perplexity tasks have their perplexity in place of the score. Numbers in brackets behind a task: its examples.
-    """
-    methods = list(dict.fromkeys(arm["method"] for arm in header["arms"]))
-    budgets = [name for name in dict.fromkeys(arm["budget"] for arm in header["arms"]) if name != "100%"]
-    used = [record for record in found if record["arms"]]
-    tasks = list(dict.fromkeys(map(_row_name, used)))
-    lines = []
-    for budget in budgets:
-        lines += [
-            f"### {budget} of the cache",
-            "",
-            f"| task (examples) | {' | '.join(methods)} |",
-            "|---" * (len(methods) + 1) + "|",
-        ]
-        for task in tasks:
-            rows = [record["arms"] for record in used if _row_name(record) == task]
-            cells = [_cell([row[m].get(budget) or row[m]["100%"] for row in rows], m == "full") for m in methods]
-            lines.append(f"| {task} ({len(rows)}) | {' | '.join(cells)} |")
-        lines.append("")
-    left = len(found) - len(used)
-    if left:
-        lines.append(f"{left} examples were skipped: their answers leave no room for the prompt.")
-    return "\n".join(lines) + "\n"
-
-
-def _row_name(record: Record) -> str:
-    """RULER's lengths have rows of their own."""
-    return f"{record['task']} at {record['doc_length']}" if "ruler" in record["task"] else record["task"]
-
-
-def _cell(results: Sequence[Mapping[str, Any]], full: bool) -> str:
-    if all(result["nll"] is not None for result in results):
-        nats = sum(result["nll"] * result["tokens"] for result in results)
-        main = f"ppl {math.exp(nats / sum(result['tokens'] for result in results)):.2f}"
-    else:
-        score = statistics.mean([100 * result["score"] for result in results])
-        main = f"{score.value:.1f}" if score.n < 2 else f"{score.value:.1f} [{score.low:.0f}, {score.high:.0f}]"
-    known = [result["kl"] for result in results if result["kl"] is not None]
-    return main if full or not known else f"{main}; {max(sum(known) / len(known), 0.0):.3f}"

@@ -1,4 +1,7 @@
-"""Tables of what was measured on one model: scores, retention, fidelity, errors, lengths; every number with its n."""
+"""Tables of what was measured on one model: scores, retention, fidelity, errors, lengths; every number with its n.
+
+`launch/eval.py` prints the scores of one run (`of_one_run`); the report on the paper shows all of them for one or several runs.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,7 +11,7 @@ from dcache.evaluate.answers import FULL
 from dcache.evaluate.quantities import QUANTITIES
 from dcache.evaluate.report import Picture
 from dcache.evaluate.runs import Measured, Run
-from dcache.evaluate.tables import number
+from dcache.evaluate.tables import Record, grid, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +37,7 @@ def arms(found: Sequence[Run]) -> list[tuple[str, str]]:
 
 def budgets(found: Sequence[Run]) -> list[str]:
     """The budgets, without that of the full cache."""
-    return list(dict.fromkeys(budget for method, budget in arms(found)[1:]))
+    return list(dict.fromkeys(budget for _, budget in arms(found) if budget != FULL[1]))
 
 
 def shown(measured: Measured | None, quantity: str) -> str:
@@ -78,44 +81,64 @@ def overview(found: Sequence[Run]) -> Section:
         evicted = ", ".join(f"{what}: {when.count(what)}" for what in dict.fromkeys(when))
         seed = run.header.get("settings", {}).get("seed", "not noted")
         tasks = list(dict.fromkeys(record["task"] for record in run.records))
-        body.append((run.label, str(seed), str(len(run.records)), str(len(tasks)), evicted))
+        skipped = f" ({run.skipped} skipped)" if run.skipped else ""
+        body.append((run.label, str(seed), f"{len(run.records)}{skipped}", str(len(tasks)), evicted))
     text = (
         "Brackets are 95% bootstrap intervals over the prompts, comparisons paired by prompt; n is the number of prompts. An "
         "average over tasks counts every task the same, BBH as one, and resamples each task's prompts for itself.",
         'A share whose interval is wider than 20 points is called "too wide to decide", a difference whose interval includes '
-        'none "undecided".',
+        'none "undecided". One prompt gives no interval and decides nothing.',
     )
     heads = ("results", "seed", "examples", "tasks", "eviction")
     return Section("What was run", text, heads, tuple(body))
 
 
 def scores(found: Sequence[Run]) -> list[Section]:
-    """For each budget the score of every method on every task."""
-    tasks = scored(found)
+    """For each budget every method's score and KL on every task; a perplexity where a task has no score."""
+    rows: dict[str, list[Run]] = {}  # RULER's lengths have rows of their own
+    for run in found:
+        for name in dict.fromkeys(map(_row_name, run.records)):
+            own = [record for record in run.records if _row_name(record) == name]
+            rows.setdefault(name, []).append(dataclasses.replace(run, records=own))
     sections = []
-    for budget in budgets(found) if tasks else []:
-        methods = [method for method, at in arms(found) if at == budget]
-        body = []
-        for task in tasks:
-            full = quantities.measured(found, "score", *FULL, [task])
-            if full is None:
-                continue
-            here = [quantities.measured(found, "score", method, budget, [task]) for method in methods]
-            remarks = [statistics.too_wide(full.estimate)]
-            if chance.at_chance(full.estimate, full.guessing):
-                remarks.insert(0, f"full cache at chance ({100 * full.guessing:.0f}%)")
-            numbers = [shown(measured, "score") for measured in (full, *here)]
-            body.append((task, str(full.estimate.n), *numbers, "; ".join(filter(None, remarks))))
-        heads = ("task", "n", "full", *methods, "remarks")
-        sections.append(Section(f"Scores in percent at {budget}", (), heads, tuple(body)))
+    for budget in budgets(found) or [FULL[1]]:
+        chosen = [arm for arm in arms(found) if arm[1] in (FULL[1], budget)]
+        body = tuple(_scores_line(name, part, chosen) for name, part in rows.items())
+        text = "Behind a semicolon: mean KL to the full cache in nats. ppl: perplexity, where a task has no score."
+        heads = ("task", "n", "remarks", *(method for method, _ in chosen))
+        sections += [Section(f"Scores in percent at {budget}", (text,), heads, body)] if body else []
     return sections
+
+
+def _row_name(record: runs.Record) -> str:
+    return f"{record['task']} at {record['doc_length']}" if "ruler" in record["task"] else record["task"]
+
+
+def _scores_line(name: str, part: Sequence[Run], chosen: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """One task's row: chosen are the arms of its columns."""
+    quantity = "score" if scored(part) else "perplexity"
+    cells = []
+    for arm in chosen:
+        main, kl = (quantities.measured(part, q, *arm, ["*"]) for q in (quantity, "kl"))
+        text = f"{'ppl ' * (quantity == 'perplexity')}{shown(main, quantity)}"
+        known = arm != FULL and kl is not None
+        cells.append(f"{text}; {max(kl.estimate.value, 0.0):.3f}" if known and kl else text)
+    full = quantities.measured(part, quantity, *FULL, ["*"])
+    if full is None:
+        return name, "0", "", *cells
+    remarks = []
+    if quantity == "score":
+        if full.estimate.bounded and chance.at_chance(full.estimate, full.guessing):
+            remarks.append(f"full cache at chance ({100 * full.guessing:.0f}%)")
+        remarks.append(statistics.too_wide(full.estimate))
+    return name, str(full.estimate.n), "; ".join(filter(None, remarks)), *cells
 
 
 def retention(found: Sequence[Run]) -> Section:
     """Score over the full cache's, on the tasks on which the full cache is above chance."""
     tasks = above_chance(found)
     if not tasks:
-        return Section("Retention", ("Full cache at chance on every task, so there is nothing to retain.",))
+        return Section("Retention", ("Full cache clearly above chance on no task, so there is nothing to retain.",))
     rows = []
     for method in dict.fromkeys(method for method, _ in arms(found)[1:]):
         cells = []
@@ -127,8 +150,8 @@ def retention(found: Sequence[Run]) -> Section:
     full = quantities.measured(found, "score", *FULL, tasks)
     n = full.estimate.n if full else 0
     text = (
-        f"Share of the full cache's score, in percent, on the {len(tasks)} tasks (n={n}) on which the full cache is above "
-        f"chance: {', '.join(tasks)}. Elsewhere a retention would mean nothing; see KL and perplexity.",
+        f"Share of the full cache's score, in percent, on the {len(tasks)} tasks (n={n}) on which the full cache is "
+        f"clearly above chance: {', '.join(tasks)}. Elsewhere a retention would mean nothing; see KL and perplexity.",
     )
     return Section("Retention", text, ("method", *budgets(found)), tuple(rows))
 
@@ -218,3 +241,25 @@ def differences(found: Sequence[Run], champion: str) -> Section | None:
         return None
     heads = (f"{champion} minus", "score, points (above 0: better)", "KL, nats (below 0: better)")
     return Section(f"{champion} against the others", ("Paired by prompt, averaged over tasks.",), heads, tuple(body))
+
+
+def markdown(sections: Sequence[Section]) -> str:
+    """Sections as Markdown."""
+    parts = []
+    for part in sections:
+        parts += [f"## {part.heading}", *part.text]
+        if part.body:
+            # Markdown has no rows that span columns: the heading stands in the first cell.
+            width = len(part.heads)
+            rows = [row if len(row) == width else (f"**{row[0]}**", *[""] * (width - 1)) for row in part.body]
+            parts.append(grid(part.heads, rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def of_one_run(header: Record, records: Sequence[Record]) -> str:
+    """The scores of one benchmark run as Markdown, with what was skipped."""
+    run = runs.make("", header, records)
+    left = (
+        f"\n{run.skipped} examples were skipped: their answers leave no room for the prompt.\n" if run.skipped else ""
+    )
+    return markdown(scores([run])) + left

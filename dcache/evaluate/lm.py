@@ -6,7 +6,7 @@ For many methods at once `dcache.evaluate.benchmark` is faster: there all of the
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,21 @@ def encode(tokenizer: Tokenizer, text: str) -> tuple[list[int], int]:
 def fit(tokens: Sequence[int], room: int) -> tuple[list[int], bool]:
     """The last `room` tokens, as the harness cuts what is too long, and whether anything was cut."""
     return list(tokens[-room:]), len(tokens) > room
+
+
+def by_context(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]], longest: int
+) -> Iterator[tuple[list[int], list[int], bool]]:
+    """Texts to be scored after contexts, (context, text) each, grouped so that a context which several share is read once.
+
+    Yields for each context the places of its pairs, the context's end that fits before their texts into `longest` tokens, and
+    whether anything was cut.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, (context, _) in enumerate(pairs):
+        groups.setdefault(tuple(context), []).append(i)
+    for context, members in groups.items():
+        yield members, *fit(context, longest - max(len(pairs[i][1]) for i in members))
 
 
 def chat_text(tokenizer: Tokenizer, history: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -168,19 +183,21 @@ class DCacheLM(TemplateLM):
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """Texts after contexts; a context that several texts share is read once."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for i, (_, context, _) in enumerate(requests):
-            groups.setdefault(tuple(context), []).append(i)
+        # A context of one token or none gets something to stand before it.
+        pairs = [([self.prefix_token_id, *c] if len(c) < 2 else c, text) for _, c, text in requests]
+        self._check_room(max(len(text) for _, text in pairs))
         found: dict[int, tuple[float, bool]] = {}
-        for context, members in tqdm(groups.items(), disable=disable_tqdm, desc="scoring", unit="prompt"):
-            texts = [requests[i][2] for i in members]
-            prompt = self._fit([self.prefix_token_id, *context] if len(context) < 2 else context, max(map(len, texts)))
-            results = shared.scores(
-                self.lm, prompt, texts, self._arms(len(prompt) - 1), evict_every=self.evict_every, seed=self.seed
-            )
-            for i, result in zip(members, results, strict=True):
-                found[i] = (result[-1].nats, result[-1].greedy)
-                self.cache_hook.add_partial("loglikelihood", requests[i][0], found[i])
+        with tqdm(total=len(pairs), disable=disable_tqdm, desc="scoring", unit="text") as bar:
+            for members, prompt, was_cut in by_context(pairs, self.max_length):
+                self.cut += was_cut
+                results = shared.scores(
+                    self.lm, prompt, [pairs[i][1] for i in members], self._arms(len(prompt) - 1),
+                    evict_every=self.evict_every, seed=self.seed,
+                )  # fmt: skip
+                for i, result in zip(members, results, strict=True):
+                    found[i] = (result[-1].nats, result[-1].greedy)
+                    self.cache_hook.add_partial("loglikelihood", requests[i][0], found[i])
+                bar.update(len(members))
         self._report_cut()
         return [found[i] for i in range(len(requests))]
 
@@ -194,12 +211,10 @@ class DCacheLM(TemplateLM):
             (text,) = request.args
             total = 0.0
             for first, second in halves(self.lm, text, self.prefix_token_id, self.max_length):
-                arms = self._arms(len(first) - 1)
-                total += opening(self.lm, first)
-                if second:
-                    total += shared.scores(
-                        self.lm, first, [second], arms, evict_every=self.evict_every, seed=self.seed
-                    )[0][-1].nats
+                before, scored = shared.window(
+                    self.lm, first, second, self._arms(len(first) - 1), evict_every=self.evict_every, seed=self.seed
+                )
+                total += before + (scored[-1].nats if scored else 0.0)
             found.append(total)
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
         return found
@@ -211,13 +226,16 @@ class DCacheLM(TemplateLM):
         return make_arms({self.trained.policy.name: self.trained}, [self.budget], shortest)
 
     def _fit(self, tokens: Sequence[int], more: int) -> list[int]:
+        self._check_room(more)
+        kept, was_cut = fit(tokens, self.max_length - more)
+        self.cut += was_cut
+        return kept
+
+    def _check_room(self, more: int) -> None:
         if more >= self.max_length:
             raise ConfigError(
                 f"An answer of {more} tokens leaves no room in a context of {self.max_length}; ask for a shorter one."
             )
-        kept, was_cut = fit(tokens, self.max_length - more)
-        self.cut += was_cut
-        return kept
 
     def _report_cut(self) -> None:
         if self.cut:
@@ -234,13 +252,3 @@ def halves(lm: LanguageModel, text: str, prefix: int, longest: int) -> list[tupl
         raise ConfigError("A text for perplexity is empty; leave it out.")
     windows = [tokens[i : i + longest - 1] for i in range(0, len(tokens), longest - 1)]
     return [([prefix, *window[: -(-len(window) // 2)]], window[-(-len(window) // 2) :]) for window in windows]
-
-
-def opening(lm: LanguageModel, first: Sequence[int]) -> float:
-    """Log-likelihood in nats of a text's beginning (all tokens but the first) under the full cache."""
-    from dcache.api import logits
-
-    values = logits(lm, list(first)).astype(np.float64)[:-1]
-    top = values.max(axis=-1, keepdims=True)
-    log_z = top[:, 0] + np.log(np.exp(values - top).sum(axis=-1))
-    return float((values[np.arange(len(values)), list(first[1:])] - log_z).sum())

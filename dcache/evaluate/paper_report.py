@@ -19,7 +19,7 @@ from dcache.evaluate.paper import Cell, Column, Table
 from dcache.evaluate.quantities import QUANTITIES
 from dcache.evaluate.report import Picture
 from dcache.evaluate.runs import Measured, Run
-from dcache.evaluate.tables import grid, number
+from dcache.evaluate.tables import number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +95,8 @@ def short(model: str) -> str:
 
 
 def places(plan: Plan) -> list[str]:
-    """Where the plan's results are looked for."""
-    usual = [f"runs/{{model}}{f'-seed{seed}' if seed else ''}/benchmarks" for seed in plan.seeds]
+    """Where the plan's results are looked for; nowhere if it has no tasks."""
+    usual = [f"runs/{{model}}{f'-seed{seed}' if seed else ''}/benchmarks" for seed in plan.seeds if plan.tasks]
     return [place.format(model=short(plan.model)) for place in plan.runs or usual]
 
 
@@ -139,9 +139,12 @@ def _one(plan: Plan, column: Column, row: str, found: Sequence[Run], bench: Mapp
         return "not run: no policy for it in the configuration"
     budget = FULL[1] if method == FULL[0] else column.budget
     if column.quantity not in QUANTITIES:
+        measured_on = bench.get("latency_of", {}).get("model", plan.model)
+        if not paper.same_model(measured_on, short(plan.model)):
+            return f"not measured: {plan.bench} is of {measured_on}"
         value = bench.get("latency", {}).get(method, {}).get(column.quantity)
         if value is None:
-            return f"not measured: {plan.bench} has no latency of {method}"
+            return f"not measured: {plan.bench} has no {column.quantity} of {method}"
         return Measured(statistics.Estimate(float(value), -math.inf, math.inf, 1), (), (), 0.0)
     if not found:
         return f"not run: no results in {places(plan)[0]}"
@@ -173,6 +176,11 @@ def section(plan: Plan, found: Sequence[Run], bench: Mapping[str, Any]) -> tuple
     rows = tuple(row if len(row) == 1 else tuple(row[i] for i in filled) for row in body)
     chosen = tuple(heads[i] for i in filled) if rows else ()
     text = [table.note] if table.note else []
+    if "latency_of" in bench and any(column.quantity not in QUANTITIES for column in table.columns):
+        text.append(
+            "Measured here: {model}, {machine}; prompt of {prompt} tokens, {budget:.0%} of the cache, one sequence, a "
+            "decision every {evict_every} tokens.".format(**bench["latency_of"])
+        )
     if plan.name in ("figure3", "figure5"):
         text.append("See the pictures below." if found else f"not run: no results in {', '.join(places(plan))}")
     if cells and all(cell.ours is None for cell in cells) and any(cell.other for cell in cells):
@@ -195,12 +203,15 @@ def _line(plan: Plan, column: Column, cell: Cell, found: Sequence[Run], above: S
     if measured and column.quantity == "score":
         kept, warnings = _kept(plan, column, cell, measured, found, above)
         # One warning is enough: a share is less certain than a score.
-        remarks = [*warnings, *(r for r in remarks if not (warnings and r.startswith("too wide")))]
+        remarks = [
+            *warnings,
+            *(r for r in remarks if not (warnings and r.startswith(("too wide", "no interval", "n=1")))),
+        ]
     if measured:
         remarks = [*remarks, *_made_of(plan.tasks.get(column.tasks, ()), measured, QUANTITIES.get(column.quantity))]
     difference = number(cell.difference, digits) if cell.difference else ""
     here, elsewhere = (text, "") if cell.ours else (cell.missing, text if cell.other else "")
-    n = str(measured.estimate.n) if measured else ""
+    n = str(measured.estimate.n) if measured and column.quantity in QUANTITIES else ""
     return cell.row, printed, here, difference, elsewhere, kept, n, "; ".join(filter(None, dict.fromkeys(remarks)))
 
 
@@ -233,9 +244,11 @@ def _kept(
     method = plan.methods[cell.row]
     tasks = [task for task in measured.tasks if task in above]
     if not tasks:
-        return "full cache at chance", []
+        return "full cache not above chance", []
     low = len(measured.tasks) - len(tasks)
-    remarks = [f"full cache at chance on {low} of {len(measured.tasks)} tasks, left out of the share"] if low else []
+    remarks = (
+        [f"full cache not above chance on {low} of {len(measured.tasks)} tasks, left out of the share"] if low else []
+    )
     if method == FULL[0]:
         return "", remarks
     kept = quantities.measured(found, "retention", method, column.budget, tasks, column.bin)
@@ -357,7 +370,7 @@ def write(plans: Sequence[Plan], folder: pathlib.Path, *, title: str, commands: 
         sections += [dataclasses.replace(part, heading=f"{short(model)}: {part.heading}") for part in own]
     models = [short(model) for model in models or dict.fromkeys(plan.model for plan in plans)]
     needed = list(dict.fromkeys(_command(line, plan.model) for plan in plans for line in plan.commands))
-    markdown = _markdown(title, sections)
+    markdown = f"# {title}\n\n{benchmark_tables.markdown(sections)}"
     workdir.atomic_write(folder / "table.md", markdown)
     contents = {
         "title": title,
@@ -431,18 +444,6 @@ def _html(part: Section) -> str:
     lines += map(report.figure, part.pictures)
     lines += [report.table(part.heads, part.body)] if part.body else []
     return "\n".join(lines)
-
-
-def _markdown(title: str, sections: Sequence[Section]) -> str:
-    parts = [f"# {title}"]
-    for part in sections:
-        parts += [f"## {part.heading}", *part.text]
-        if part.body:
-            # Markdown has no rows that span columns: the heading stands in the first cell.
-            width = len(part.heads)
-            rows = [row if len(row) == width else (f"**{row[0]}**", *[""] * (width - 1)) for row in part.body]
-            parts.append(grid(part.heads, rows))
-    return "\n\n".join(parts) + "\n"
 
 
 def _plain(x: Any) -> Any:

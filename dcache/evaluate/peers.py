@@ -93,7 +93,7 @@ def score_answers(
 def beside(
     header: Record, found: Sequence[Record], other_header: Record, others: Sequence[Record]
 ) -> tuple[Record, list[Record]]:  # fmt: skip
-    """Results and those of other software as one, for `benchmark.markdown`: the examples and budgets that both have.
+    """Results and those of other software as one, for `benchmark_tables`: the examples and budgets that both have.
 
     Raises:
       ConfigError: names that the results do not have, the same method in both, or no budget in common.

@@ -85,9 +85,6 @@ QUANTITIES = {
         "length of the answers over the full cache's", lambda m, b: lambda record: answers.lengths(record, m, b), over,
         digits=2, pooled=True,
     ),
-    "speed": Quantity(
-        "answer tokens per second", lambda m, b: _fields([(m, b)], "answer_tokens", "seconds"), over, pooled=True
-    ),
     "retention": Quantity("of the full cache's score %", lambda m, b: _fields([(m, b), FULL], "score"), over, scale=100.0),
 }  # fmt: skip
 """Perplexities weigh every token the same: the exponential of all losses over all tokens. A rise is in perplexity, as in the

@@ -15,20 +15,25 @@ from dcache.evaluate.tables import Record
 
 _PACKAGES = ("dcache", "jax", "flax", "optax", "numpy", "transformers")
 
-_LONG = 32
+_LONG = 26
 
+# Tables take the whole window, text does not. A table that is wider still scrolls, and a shadow on its right edge says so.
 _CSS = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 960px; margin: auto; padding: 1em }
-h1 { font-size: 1.5em } h2 { font-size: 1.2em; margin-top: 2em }
-.scroll { overflow-x: auto } img { max-width: 100%; height: auto } figure { margin: 1em 0 }
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 1600px; margin: auto; padding: 1em }
+p, ul, nav, figure, pre { max-width: 60em } h1 { font-size: 1.5em } h2 { font-size: 1.2em; margin-top: 2em }
+.scroll { overflow-x: auto; background:
+  linear-gradient(to left, #fff 1.5em, transparent) right / 3em 100% no-repeat local,
+  linear-gradient(to left, #aaa, transparent) right / .8em 100% no-repeat scroll }
+img { max-width: 100%; height: auto } figure { margin: 1em 0 }
 table { border-collapse: collapse; font-size: .9em; white-space: nowrap }
 th, td { padding: .25em .7em; text-align: left; border-bottom: 1px solid #ddd } tr.trained td { font-weight: bold }
+th { white-space: normal; vertical-align: bottom }
 td:first-child, th:first-child { position: sticky; left: 0; background: #fff } tr.part td { color: #555; padding-top: .9em }
-.note { color: #555; font-size: .9em } nav { columns: 10em }
-td.long { white-space: normal; min-width: 15em } nav a { display: block }
+td.long { white-space: normal; min-width: 11em; overflow-wrap: anywhere } td.long:last-child { min-width: 15em }
+.note { color: #555; font-size: .9em } nav { columns: 10em } nav a { display: block }
 @media (max-width: 600px) {
   td:first-child { min-width: 7em; max-width: 8.5em; white-space: normal; overflow-wrap: anywhere }
-  td.long { min-width: 11em }
+  td.long, td.long:last-child { min-width: 11em }
 }
 pre { background: #f4f4f4; padding: .8em; overflow-x: auto; font-size: .85em }
 """
@@ -131,8 +136,13 @@ def table(heads: Sequence[str], body: Sequence[Sequence[str]], trained: Collecti
         mark = ' class="trained"' if line[0] in trained else ""
         # Sentences may break into lines, numbers with their intervals may not.
         cells = (
-            f'<td class="long">{html.escape(text)}</td>' if len(text) > _LONG else f"<td>{html.escape(text)}</td>"
+            f'<td class="long">{html.escape(text)}</td>' if len(text) > _LONG else f"<td>{_short(text)}</td>"
             for text in line
         )
         lines.append(f"<tr{mark}>{''.join(cells)}</tr>")
     return f'<div class="scroll"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
+
+
+def _short(text: str) -> str:
+    """A cell that does not break, but behind a semicolon: two numbers stand one above the other."""
+    return html.escape(text).replace("; ", ";<br>")

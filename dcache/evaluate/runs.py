@@ -27,11 +27,12 @@ Row = Callable[[Record], Sequence[float] | None]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One results file. label: its folder, as it was given."""
+    """One results file. label: its folder, as it was given. skipped: examples that no arm could answer, not in `records`."""
 
     label: str
     header: Record
     records: list[Record]
+    skipped: int = 0
 
     @property
     def arms(self) -> list[tuple[str, str]]:
@@ -80,12 +81,17 @@ def read(folder: pathlib.Path) -> Run:
     found = record_lib.read(path)
     if found is None:
         raise CheckpointError(f"{path} is empty; run the benchmark again.")
-    header, records = found
-    for number, record in enumerate(records, 2):
-        problem = _problem(header, record)
+    for number, record in enumerate(found[1], 2):
+        problem = _problem(found[0], record)
         if problem:
             raise CheckpointError(f"{path}, line {number}: {problem}; delete the line and run the benchmark again.")
-    return Run(str(folder), header, records)
+    return make(str(folder), *found)
+
+
+def make(label: str, header: Record, records: Sequence[Record]) -> Run:
+    """A run from the header and all lines of a results file."""
+    answered = [record for record in records if record["arms"]]
+    return Run(label, header, answered, len(records) - len(answered))
 
 
 def _problem(header: Record, record: Record) -> str | None:
@@ -95,6 +101,8 @@ def _problem(header: Record, record: Record) -> str | None:
     arms = record.get("arms")
     if not isinstance(arms, dict):
         return "an example needs 'arms' (method, then budget)"
+    if "skipped" in record:
+        return None
     for method, budget in {FULL, *((arm["method"], arm["budget"]) for arm in header["arms"])}:
         cell = arms.get(method, {}).get(budget)
         if not isinstance(cell, dict):
@@ -160,32 +168,39 @@ def measure(
         for record in run.records:
             values = row(record) if matches(record["task"], tasks) and keep(record) else None
             if values is not None:
-                group = "" if pooled else stratum(record["task"])
+                # Pooled, too, task by task at first: two folders may hold different tasks.
+                group = record["task"] if pooled else stratum(record["task"])
                 tables.setdefault(group, {}).setdefault(run.label, {})[record["name"]] = values
                 task_of[record["name"]] = record["task"]
-    groups, guessing, seen = [], [], set()
+    if not tables:
+        return None
+    groups: list[list[Sequence[float]]] = []
+    guessing: list[list[float]] = []
     for by_run in tables.values():
         names = [name for name in next(iter(by_run.values())) if all(name in found for found in by_run.values())]
         if not names:
             raise ConfigError(
                 f"{' and '.join(by_run)} share no prompt of {', '.join(tasks)}; runs of several seeds need the same prompts."
             )
-        rows = [
-            [sum(v) / len(by_run) for v in zip(*(found[n] for found in by_run.values()), strict=True)] for n in names
-        ]
-        groups.append(list(zip(*rows, strict=True)))
-        guessing.append(sum(chance(task_of[name]) for name in names) / len(names))
-        seen |= {task_of[name] for name in names}
-    if not groups:
-        return None
+        groups.append([_means([found[name] for found in by_run.values()]) for name in names])
+        guessing.append([chance(task_of[name]) for name in names])
     seeds = []
     for run in runs:
         if all(run.label in by_run for by_run in tables.values()):
-            means = [_means(by_run[run.label].values()) for by_run in tables.values()]
+            own = [list(by_run[run.label].values()) for by_run in tables.values()]
+            means = [_means(rows) for rows in (_joined(own) if pooled else own)]
             seeds.append((run.label, float(function(*_means(means)))))
+    if pooled:
+        groups, guessing = _joined(groups), _joined(guessing)
     return Measured(
-        statistics.combined(function, groups), tuple(seeds), tuple(sorted(seen)), sum(guessing) / len(guessing)
-    )
+        statistics.combined(function, [list(zip(*rows, strict=True)) for rows in groups]), tuple(seeds),
+        tuple(sorted(set(task_of.values()))), sum(sum(g) / len(g) for g in guessing) / len(guessing),
+    )  # fmt: skip
+
+
+def _joined(groups: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """All groups as one."""
+    return [[row for group in groups for row in group]]
 
 
 def _means(rows: Iterable[Sequence[float]]) -> list[float]:

@@ -25,7 +25,7 @@ from jax import Array
 from dcache import budget as budgets
 from dcache import cache as kv
 from dcache import chunked, model
-from dcache.attention import StatsRequest
+from dcache.attention import EMPTY, StatsRequest
 from dcache.config import ModelConfig
 from dcache.errors import ConfigError
 from dcache.evaluate import fidelity
@@ -38,10 +38,11 @@ HORIZON = 16
 """Tokens of the full cache's answer along which the KL of the others is measured."""
 
 _CHUNK = 16
+_LEAST = 128  # padded length of the shortest prompts
 _UNIT = 16  # withheld tokens come in multiples of it: few shapes, few compilations
 
 
-def size(tokens: int, least: int = 128) -> int:
+def size(tokens: int, least: int = _LEAST) -> int:
     """The padded length of a prompt: powers of two, so that a benchmark compiles few programs."""
     return max(least, 1 << (tokens - 1).bit_length())
 
@@ -59,12 +60,14 @@ class Compared:
       kl: mean KL to the full cache in nats, along the first `HORIZON` tokens of its answer or along a given text; top1: the
         share of those tokens after which the most likely token is the same; None if there are none.
       kept: share of what the policy saw that stays. retained: the same by relative position.
+      during: whether evictions came between the prompt's chunks, not after the whole of it.
     """
 
     kl: float | None
     top1: float | None
     kept: float
     retained: tuple[float, ...]
+    during: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +90,11 @@ class Scored(Compared):
 
 @dataclasses.dataclass(frozen=True)
 class _Read:
-    """A prompt that all arms have read and evicted: their caches, what stayed, their first tokens int32[A] (see `_read`)."""
+    """A prompt that all arms have read and evicted: their caches, what stayed, their first tokens int32[A] (see `_read`).
+
+    during: see `Compared`.
+    opening: log-likelihood in nats of the tokens after the prompt's first, under the full cache; None if not asked for.
+    """
 
     students: kv.Cache
     kept: np.ndarray
@@ -95,19 +102,37 @@ class _Read:
     first: Array
     allowed: Array
     key: Array
+    opening: float | None
+    during: bool
 
 
 @functools.partial(jax.jit, static_argnames=("config", "request", "policies"))
 def _prefill(
-    params: model.Params, config: ModelConfig, tokens: Array, length: Array, weights: Any, *, request: Any,
-    policies: tuple[Policy, ...],
-) -> tuple[Array, kv.Cache]:  # fmt: skip
-    """The first token that the whole prompt chooses, int32[1], and the cache with all that the policies look at."""
+    params: model.Params, config: ModelConfig, tokens: Array, length: Array, following: Array | None, weights: Any, *,
+    request: Any, policies: tuple[Policy, ...],
+) -> tuple[Array, kv.Cache, Array | None]:  # fmt: skip
+    """The first token that the whole prompt chooses, int32[1], and the cache with all that the policies look at.
+
+    Third, log-likelihoods f32[S / 128] of `following` (int32[1, S], what comes after each token or `EMPTY`), 128 tokens each.
+    """
     hidden, cache = model.prefill(params, config, tokens, length, request)
+    nats = None if following is None else _log_likelihoods(params, config, hidden[0], following[0])
     first = jnp.argmax(model.last_logits(params, config, hidden, length), axis=-1).astype(jnp.int32)
     for policy, own in zip(policies, weights, strict=True):
         cache = policy.observe(own, params, config, cache, tokens, None)
-    return first, dataclasses.replace(cache, hidden=None)
+    return first, dataclasses.replace(cache, hidden=None), nats
+
+
+def _log_likelihoods(params: model.Params, config: ModelConfig, hidden: Array, following: Array) -> Array:
+    """Of tokens int32[S] after hidden states [S, D], in nats, summed over parts of 128: all logits at once would be large."""
+
+    def part(xs) -> Array:
+        h, token = xs
+        log_p = jax.nn.log_softmax(model.unembed(params, h, config))
+        own = jnp.take_along_axis(log_p, jnp.maximum(token, 0)[:, None], axis=1)[:, 0]
+        return jnp.sum(jnp.where(token >= 0, own, 0.0))
+
+    return jax.lax.map(part, (hidden.reshape(-1, _LEAST, hidden.shape[-1]), following.reshape(-1, _LEAST)))
 
 
 def _bound(lm: LanguageModel, arms: Sequence[Arm]) -> list[Arm]:
@@ -116,13 +141,15 @@ def _bound(lm: LanguageModel, arms: Sequence[Arm]) -> list[Arm]:
 
 
 def _read(
-    lm: LanguageModel, tokens: np.ndarray, arms: Sequence[Arm], room: int, every: int, name: str, seed: int, chunk: int
-) -> _Read:
+    lm: LanguageModel, tokens: np.ndarray, arms: Sequence[Arm], room: int, every: int, name: str, seed: int, chunk: int,
+    following: np.ndarray | None = None,
+) -> _Read:  # fmt: skip
     """Reads a prompt once and evicts for every arm; or arm by arm, if it is read in chunks.
 
     Args:
       room: static, tokens that will follow. every: tokens between evictions, 0 for once. name: of the prompt.
       chunk: see `answers`.
+      following: int32[len(tokens)], what comes after each token, if its log-likelihood is asked for.
     """
     key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
     if 0 < chunk < len(tokens):
@@ -134,17 +161,20 @@ def _read(
     policies, weights = tuple(arm.policy for arm in arms), tuple(arm.params for arm in arms)
     observers = {arm.policy: arm.params for arm in arms}
     request = functools.reduce(lambda a, b: a | b, (policy.needs for policy in observers))
-    first, cache = _prefill(
-        lm.params, lm.config, jnp.asarray(padded), jnp.asarray([len(tokens)], jnp.int32), tuple(observers.values()),
-        request=request, policies=tuple(observers),
+    if following is not None:
+        following = np.pad(following, (0, padded.shape[1] - len(following)), constant_values=EMPTY)[None]
+    first, cache, nats = _prefill(
+        lm.params, lm.config, jnp.asarray(padded), jnp.asarray([len(tokens)], jnp.int32), following,
+        tuple(observers.values()), request=request, policies=tuple(observers),
     )  # fmt: skip
     seen = range(len(tokens), len(tokens) + room + 1, every or room)
     allowed = jnp.asarray([[budgets.tokens_kept(arm.budget, n) for arm in arms] for n in seen], jnp.int32)
     students, kept, retained = fidelity.evict_prompt(
         cache, jnp.int32(0), policies, weights, allowed[0], jax.random.fold_in(key, 0), room=room, once=every == 0
     )
+    opening = None if nats is None else float(np.asarray(nats, np.float64).sum())
     first = jnp.broadcast_to(first, (len(arms),))
-    return _Read(students, np.asarray(kept), np.asarray(retained), first, allowed, key)
+    return _Read(students, np.asarray(kept), np.asarray(retained), first, allowed, key, opening, during=False)
 
 
 def _read_chunks(
@@ -175,7 +205,9 @@ def _read_chunks(
         jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *layers), None, jnp.full(len(arms), len(tokens), jnp.int32)
     )
     allowed_once = jnp.asarray([allowed, allowed], jnp.int32)
-    return _Read(students, np.asarray(kept), np.stack(retained), jnp.concatenate(first), allowed_once, key)
+    return _Read(
+        students, np.asarray(kept), np.stack(retained), jnp.concatenate(first), allowed_once, key, None, during=True
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "slots", "room"))
@@ -275,7 +307,16 @@ def answers(
         fed += chunk
     kl, top1 = _along(lm, read, arms, ends.tokens[0], question, evict_every)
     return [
-        Answer(kl[a], top1[a], float(read.kept[a]), _rounded(read.retained[a]), text, len(ends.tokens[a]), ends.done[a])
+        Answer(
+            kl[a],
+            top1[a],
+            float(read.kept[a]),
+            _rounded(read.retained[a]),
+            read.during,
+            text,
+            len(ends.tokens[a]),
+            ends.done[a],
+        )
         for a, text in enumerate(ends.texts())
     ]
 
@@ -312,8 +353,31 @@ def scores(
       texts: token ids, each scored on its own. withheld, ...: as in `answers`; at least the prompt's last token is fed
         after the eviction.
     """
+    return _scores(lm, prompt, texts, arms, withheld, evict_every, prefill_chunk, name, seed, False)[1]
+
+
+def window(
+    lm: LanguageModel, first: Sequence[int], second: Sequence[int], arms: Sequence[Arm], *, evict_every: int = 0,
+    name: str = "", seed: int = 0,
+) -> tuple[float, list[Scored]]:  # fmt: skip
+    """A text in two halves, for perplexities: the first is read whole, then evicted, and the second scored under what stayed.
+
+    Returns:
+      The log-likelihood in nats of the first half (of all its tokens but the first) under the full cache, which no policy
+      changes, and the results of all arms on the second; none if it is empty.
+    """
+    opening, found = _scores(lm, first, [second] if second else [], arms, 0, evict_every, 0, name, seed, True)
+    return opening, found[0] if found else []
+
+
+def _scores(
+    lm: LanguageModel, prompt: Sequence[int] | np.ndarray, texts: Sequence[Sequence[int]], arms: Sequence[Arm],
+    withheld: int, evict_every: int, prefill_chunk: int, name: str, seed: int, opening: bool,
+) -> tuple[float, list[list[Scored]]]:  # fmt: skip
+    """The log-likelihood of the prompt itself, if asked for with `opening` (else 0), and the results of `scores`."""
     arms = _bound(lm, arms)
-    tokens = check_tokens(prompt, lm.config, max(map(len, texts)))
+    longest = max(map(len, texts), default=0)
+    tokens = check_tokens(prompt, lm.config, longest)
     if len(tokens) < 2 or not all(len(text) for text in texts):
         raise ConfigError(
             f"A prompt of {len(tokens)} tokens and texts of {[len(t) for t in texts]}; give a prompt of two or more tokens and "
@@ -322,13 +386,15 @@ def scores(
     hidden = hidden_of(withheld) if withheld > 1 else 1
     hidden = min(hidden, len(tokens) - 1)
     unit = evict_every or _UNIT
-    fed_length = -(-(hidden + max(map(len, texts))) // unit) * unit
+    fed_length = -(-(hidden + longest) // unit) * unit
     fed_length = size(fed_length, 32) if not evict_every else fed_length
-    read = _read(lm, tokens[: len(tokens) - hidden], arms, fed_length, evict_every, name, seed, prefill_chunk)
+    shown = len(tokens) - hidden
+    following = tokens[1 : shown + 1] if opening else None
+    read = _read(lm, tokens[:shown], arms, fed_length, evict_every, name, seed, prefill_chunk, following)
     results = []
     for text in texts:
         fed = np.zeros(fed_length, np.int32)
-        fed[: hidden + len(text)] = [*tokens[len(tokens) - hidden :], *text]
+        fed[: hidden + len(text)] = [*tokens[shown:], *text]
         kl, agrees, nll, hits = map(
             np.asarray,
             fidelity.score_students(
@@ -342,13 +408,13 @@ def scores(
             [
                 Scored(
                     fidelity.weighted_mean(kl[a, counted], weight), fidelity.weighted_mean(agrees[a, counted], weight),
-                    float(read.kept[a]), _rounded(read.retained[a]), -float(nll[a, counted].sum()),
+                    float(read.kept[a]), _rounded(read.retained[a]), read.during, -float(nll[a, counted].sum()),
                     bool(hits[a, counted].all()), len(text),
                 )
                 for a in range(len(arms))
             ]
         )  # fmt: skip
-    return results
+    return read.opening or 0.0, results
 
 
 def _rounded(shares: np.ndarray) -> tuple[float, ...]:

@@ -33,8 +33,15 @@ class Estimate:
         """Whether the interval lies wholly on one side of a reference; if not, n prompts are too few to decide."""
         return not self.low <= reference <= self.high
 
+    @property
+    def bounded(self) -> bool:
+        """Whether there is an interval; a single prompt has none."""
+        return not (self.low == -np.inf and self.high == np.inf)
+
     def map(self, function: Callable[[float], float]) -> "Estimate":
         """The estimate of an increasing function of the number."""
+        if not self.bounded:
+            return dataclasses.replace(self, value=function(self.value))
         return Estimate(function(self.value), function(self.low), function(self.high), self.n)
 
 
@@ -135,9 +142,18 @@ def combined(function: Callable[..., Any], groups: Sequence[Sequence[Sequence[fl
 
 def undecided(difference: Estimate) -> str:
     """Says "undecided (n=24)" if the interval of a difference includes no difference, else ""."""
+    if not difference.bounded:
+        return _alone(difference)
     return "" if difference.excludes(0.0) else f"undecided (n={difference.n})"
 
 
 def too_wide(share: Estimate, widest: float = WIDEST) -> str:
     """Says "too wide to decide (n=24)" if the interval of a share (accuracy, retention) is wider than `widest`, else ""."""
+    if not share.bounded:
+        return _alone(share)
     return "" if share.high - share.low <= widest else f"too wide to decide (n={share.n})"
+
+
+def _alone(estimate: Estimate) -> str:
+    """Why a number has no interval."""
+    return "n=1 decides nothing" if estimate.n == 1 else f"no interval, a task has n=1 (n={estimate.n} in all)"

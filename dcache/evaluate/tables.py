@@ -143,7 +143,7 @@ def best_heuristic(records: Sequence[Record], kind: str, budget: str, names: Seq
 
 
 def number(estimate: Estimate | None, digits: int = 3, scale: float = 1.0) -> str:
-    """The number and its interval, as in "0.123 [0.100, 0.150]", or "n/a"."""
+    """The number and its interval, as in "0.123 [0.100, 0.150]", "0.123" where one prompt gives none, or "n/a"."""
     if estimate is None:
         return "n/a"
 
@@ -153,6 +153,8 @@ def number(estimate: Estimate | None, digits: int = 3, scale: float = 1.0) -> st
         rounded = f"{x * scale:.{digits}f}"
         return rounded.lstrip("-") if not rounded.strip("-0.") else rounded  # no "-0.000"
 
+    if not estimate.bounded:
+        return text(estimate.value)
     return f"{text(estimate.value)} [{text(estimate.low)}, {text(estimate.high)}]"
 
 

@@ -75,7 +75,7 @@ def write(folder, header, records):
 class Tags(html.parser.HTMLParser):
     """All tags with their attributes; checks that every tag that is opened is closed in order."""
 
-    void = {"meta", "img"}
+    void = {"meta", "img", "br"}
 
     def __init__(self, text):
         super().__init__()

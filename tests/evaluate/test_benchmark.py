@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import re
 import shutil
 
 import pytest
@@ -10,7 +11,7 @@ from lm_eval.api.instance import Instance
 
 import dcache
 from dcache.errors import ConfigError, LoadError
-from dcache.evaluate import benchmark, longbench
+from dcache.evaluate import benchmark, benchmark_tables, longbench, runs
 from dcache.evaluate.fidelity import heuristic, make_arms
 from dcache.tasks import WITHHELD
 
@@ -81,7 +82,12 @@ def test_three_tasks(found):
     for results in (choice["arms"]["full"]["100%"], choice["arms"]["h2o"]["25%"]):
         assert results["score"] == float(results["answer"] == "yes")  # item 0 is true
     assert trec["cut"] and trec["length"] == 300 and trec["doc_length"] == 40
-    assert "| gsm8k_cot (2) |" in benchmark.markdown(header, records)
+    text = benchmark_tables.of_one_run(header, records)
+    assert (
+        re.search(r"^\| task +\| n \| remarks +\| full +\| h2o +\|", text, re.M)
+        and "## Scores in percent at 25%" in text
+    )
+    assert re.search(r"^\| gsm8k_cot +\| 2 \| .* \| 0.0 \[0.0, 0.0\] +\| 0.0 \[0.0, 0.0\]; \d\.\d{3} +\|", text, re.M)
 
 
 def test_a_killed_run_goes_on_and_ends_alike(tiny, data, found, tmp_path):
@@ -127,11 +133,12 @@ def test_an_answer_longer_than_the_context_is_a_reported_skip(tiny, data, tmp_pa
             small,
             settings_of(data, tasks=("dcache_longbench_trec",), most_new=None, length=60),
             arms_of("h2o"),
-            tmp_path / "r",
+            tmp_path / runs.FILE,
         )
     assert all(record["arms"] == {} for record in records)
     assert "2 examples skipped" in caplog.text
-    assert "2 examples were skipped" in benchmark.markdown(header, records)
+    assert "2 examples were skipped" in benchmark_tables.of_one_run(header, records)
+    assert runs.read(tmp_path).skipped == 2 and runs.read(tmp_path).records == []  # the report leaves them out
 
 
 def test_prompts_are_written_for_other_software(found):
@@ -191,5 +198,19 @@ def test_every_length_of_ruler_has_its_items(tiny, tmp_path):
     header, records = benchmark.run(tiny, settings, arms_of("streaming_llm"), tmp_path / "results.jsonl")
     assert [record["doc_length"] for record in records] == [1500, 1500, 2000, 2000]
     assert all(0.85 * r["doc_length"] < r["length"] <= r["doc_length"] for r in records)
-    table = benchmark.markdown(header, records)
-    assert "| dcache_ruler_niah_single_1 at 1500 (2) |" in table and "at 2000 (2) |" in table
+    table = benchmark_tables.of_one_run(header, records)
+    assert "| dcache_ruler_niah_single_1 at 1500 | 2 |" in table and "at 2000 | 2 |" in table
+
+
+def test_results_say_whether_eviction_came_during_the_prefill(tiny, tmp_path):
+    settings = benchmark.Settings(
+        tasks=("dcache_ruler_niah_single_1",), count=1, ruler_lengths=(1500,), most_new=2, prefill_chunk=512
+    )
+    _, (record,) = benchmark.run(tiny, settings, arms_of("h2o"), tmp_path / "results.jsonl")
+    assert record["evicted"] == "during the prefill" and set(record["arms"]["h2o"]["25%"]) >= {"kl", "kept", "answer"}
+    assert "during" not in record["arms"]["h2o"]["25%"]
+    whole = dataclasses.replace(settings, prefill_chunk=2000)
+    _, (record,) = benchmark.run(tiny, whole, arms_of("h2o"), tmp_path / "whole.jsonl")
+    assert record["evicted"] == "after the prefill"
+    with pytest.raises(ConfigError, match="prefill_chunk is 512 and evict_every 8"):
+        dataclasses.replace(settings, evict_every=8)

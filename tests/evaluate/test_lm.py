@@ -55,6 +55,11 @@ def test_choices_are_scored_under_the_evicted_context(lm):
         assert not greedy
 
 
+def test_texts_after_the_same_context_are_read_together():
+    pairs = [([1, 2, 3], [9]), ([4], [5, 6, 7]), ([1, 2, 3], [8, 8])]
+    assert list(module.by_context(pairs, 4)) == [([0, 2], [2, 3], True), ([1], [4], False)]
+
+
 def test_a_texts_log_likelihood(lm):
     text = WORDS[3]
     (full,) = DCacheLM(lm, "full").loglikelihood_rolling(

@@ -58,8 +58,8 @@ def test_everything_at_small_scale(tmp_path, benchmark, monkeypatch):
     assert "smollm2, no reproduction" in text and "| difference" not in text
     assert row(text, "RLKV", "**LongBench 25%**")[-1] == "smollm2: not run: no arm rlkv at 25%"
     assert row(text, "H2O", "**LongBench 50%**")[-1] == "smollm2: not run: no arm h2o at 50%"
-    assert "full cache at chance on 1 of 2 tasks" in row(text, "H2O", "**Reasoning 25%**")[-1]  # GSM8K
-    assert "two RTX 4090" in text and "not measured: bench.json has no latency" in text
+    assert "full cache not above chance on 1 of 2 tasks" in row(text, "H2O", "**Reasoning 25%**")[-1]  # GSM8K
+    assert "two RTX 4090" in text and "not measured: bench.json has no attention_ms of h2o" in text
     assert "Table 5 are not at hand" in text and "not run: gone (nowhere)" in text
     for heading in ("Retention", "Fidelity and perplexity", "distillcache against the others", "Scores in percent at 25%",
                     "Errors and length of the answers", "RULER by context length", "What was run", "Pictures"):  # fmt: skip
@@ -114,9 +114,18 @@ def test_nothing_was_run(tmp_path, monkeypatch):
 
 def test_latency_of_a_benchmark_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "bench.json").write_text(json.dumps({"latency": {"snapkv": {"features_ms": 0.31}}}))
-    cells = row(make(tmp_path, "table3", model="smollm2"), "SnapKV", "**features ms**")
+    of = {"model": "smollm2", "prompt": 2000, "budget": 0.25, "evict_every": 16, "machine": "cpu, 2 processors"}
+    numbers = {"latency": {"snapkv": {"features_ms": 0.31, "tokens_per_second": 12.34}}, "latency_of": of}
+    (tmp_path / "bench.json").write_text(json.dumps(numbers))
+    text = make(tmp_path, "table3", model="smollm2")
+    cells = row(text, "SnapKV", "**features ms**")
     assert cells[1:4] == ["0.2", "not run: needs Mistral-7B-Instruct-v0.3 on two RTX 4090", "0.31"]
+    assert row(text, "SnapKV", "**tokens per second**")[3] == "12.3"
+    assert row(text, "H2O", "**policy ms**")[-1] == "smollm2: not measured: bench.json has no policy_ms of h2o"
+    assert "Measured here: smollm2, cpu, 2 processors; prompt of 2000 tokens, 25% of the cache" in text
+    assert "No results in" not in text  # it needs no benchmark
+    other = make(tmp_path, "table3", model="another/model")
+    assert "another/model: not measured" not in other and "model: not measured: bench.json is of smollm2" in other
     (tmp_path / "bench.json").write_text("{")
     with pytest.raises(LoadError, match="bench.json cannot be read as JSON"):
         make(tmp_path, "table3", model="smollm2")
@@ -125,8 +134,8 @@ def test_latency_of_a_benchmark_file(tmp_path, monkeypatch):
 def test_full_cache_at_chance(tmp_path):
     header, records = made_up.results(tasks=("gsm8k_cot",), budgets=("25%",))
     text = make(tmp_path, "table1", model="smollm2", runs=(str(made_up.write(tmp_path / "r", header, records)),))
-    assert row(text, "H2O", "**Reasoning 25%**")[4] == "full cache at chance"
-    assert "Full cache at chance on every task" in text and "full cache at chance (5%)" in text
+    assert row(text, "H2O", "**Reasoning 25%**")[4] == "full cache not above chance"
+    assert "Full cache clearly above chance on no task" in text and "full cache at chance (5%)" in text
 
 
 def test_errors(tmp_path, benchmark):

@@ -11,7 +11,7 @@ import pytest
 
 import dcache
 from dcache.errors import CheckpointError, ConfigError
-from dcache.evaluate import benchmark, peers
+from dcache.evaluate import benchmark, benchmark_tables, peers
 from dcache.evaluate.fidelity import heuristic, make_arms
 from dcache.load import find_directory
 
@@ -72,12 +72,16 @@ def test_the_tasks_own_metrics(tiny, settings, run):
 
 def test_one_table(tiny, settings, run):
     header, records = peers.beside(*run[:2], *peers.score_answers(tiny, settings, ANSWERS))
-    text = benchmark.markdown(header, records)
-    assert "| task (examples) | full | knorm | k-full | k-snapkv |" in text
-    assert "### 25% of the cache" in text and "### 50%" not in text  # the others have no answers under 50%
-    assert "| gsm8k_cot (2) |" in text and "| 100.0 [100, 100] |" in text
+    text = benchmark_tables.of_one_run(header, records)
+    heads, values = (
+        [c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines() if line[:4] in ("| ta", "| gs")
+    )
+    assert heads == ["task", "n", "remarks", "full", "knorm", "k-full", "k-snapkv"]
+    assert "at 25%" in text and "at 50%" not in text  # the others have no answers under 50%
+    assert values[:2] == ["gsm8k_cot", "2"] and values[5:7] == ["100.0 [100.0, 100.0]", "0.0 [0.0, 0.0]"]
     only = peers.score_answers(tiny, settings, {"gsm8k_cot@1": ANSWERS["gsm8k_cot@1"]})
-    assert "| gsm8k_cot (1) |" in benchmark.markdown(*peers.beside(*run[:2], *only))
+    one = benchmark_tables.of_one_run(*peers.beside(*run[:2], *only))
+    assert "| gsm8k_cot | 1 |" in one and "n=1 decides nothing" in one and "∞" not in one
 
 
 def test_what_does_not_fit_is_refused(tiny, settings, run):
@@ -145,4 +149,4 @@ def test_kvpress_answers_alike(settings, tmp_path):
         t["kvpress-knorm"]["25%"]["answer"] for t in whole.values()
     ]
     found = peers.beside(header, records, *peers.score_answers(lm, settings, whole))
-    assert "kvpress-observed_attention" in benchmark.markdown(*found)
+    assert "kvpress-observed_attention" in benchmark_tables.of_one_run(*found)

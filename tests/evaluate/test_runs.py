@@ -144,6 +144,13 @@ def test_what_can_stand_side_by_side():
         runs.check([first, second])
 
 
+def test_folders_of_different_tasks_are_pooled():
+    found = [make({"t": [(0, 1.0, 1.0), (1, 0.0, 1.0)]}, "first"), make({"u": [(0, 1.0, 1.0)]}, "second")]
+    pooled = runs.measure(found, ["*"], lambda r: [r["arms"]["full"]["100%"]["score"]], pooled=True)
+    assert pooled.estimate.n == 3 and pooled.estimate.value == pytest.approx(2 / 3) and pooled.tasks == ("t", "u")
+    assert pooled.seeds == () and pooled.estimate.bounded
+
+
 def test_every_quantity_has_a_number():
     header, records = made_up.results(prompts=4)
     run = runs.Run("a", header, records)

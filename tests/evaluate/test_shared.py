@@ -83,6 +83,16 @@ def test_the_full_caches_log_likelihood_by_hand(lm):
     assert shared.scores(lm, PROMPT, [[best]], arms_of(()))[0][0].greedy
 
 
+def test_a_window_is_read_once_for_both_halves(lm):
+    second = list(TEXT)
+    opening, found = shared.window(lm, list(PROMPT), second, arms_of())
+    log_p = np.asarray(jax.nn.log_softmax(dcache.logits(lm, PROMPT)))
+    assert opening == pytest.approx(sum(log_p[i, t] for i, t in enumerate(PROMPT[1:])), abs=1e-2)
+    assert found == shared.scores(lm, PROMPT, [second], arms_of())[0]
+    alone, nothing = shared.window(lm, list(PROMPT), [], arms_of())
+    assert alone == pytest.approx(opening, abs=1e-3) and nothing == []
+
+
 def test_what_is_withheld_decides_nothing(lm):
     other = PROMPT.copy()
     other[-10:] = other[-10:][::-1]

@@ -128,4 +128,13 @@ def test_warnings():
     assert statistics.undecided(statistics.Estimate(0.1, 0.01, 0.3, 24)) == ""
     assert statistics.too_wide(statistics.Estimate(0.9, 0.8, 1.01, 24)) == "too wide to decide (n=24)"
     assert statistics.too_wide(statistics.Estimate(0.9, 0.85, 0.95, 24)) == ""
-    assert statistics.too_wide(statistics.Estimate(0.9, -np.inf, np.inf, 1)) == "too wide to decide (n=1)"
+    assert statistics.too_wide(statistics.Estimate(0.9, -np.inf, np.inf, 1)) == "n=1 decides nothing"
+    alone = statistics.Estimate(0.9, -np.inf, np.inf, 9)
+    assert statistics.undecided(alone) == statistics.too_wide(alone) == "no interval, a task has n=1 (n=9 in all)"
+    assert statistics.too_wide(statistics.ratio([1.0, 0.0], [0.0, 1.0])) == "too wide to decide (n=2)"  # up to infinity
+
+
+def test_a_number_without_an_interval_keeps_none():
+    alone = statistics.mean([3.0])
+    assert not alone.bounded and alone.map(np.expm1) == statistics.Estimate(np.expm1(3.0), -np.inf, np.inf, 1)
+    assert statistics.mean([1.0, 2.0]).bounded

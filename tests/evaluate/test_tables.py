@@ -93,7 +93,8 @@ def test_markdown(sample):
 def test_number():
     assert tables.number(Estimate(0.12345, 0.1, 0.2, 3)) == "0.123 [0.100, 0.200]"
     assert tables.percent(Estimate(0.5, 0.25, 1.0, 3)) == "50.0 [25.0, 100.0]"
-    assert tables.number(Estimate(-0.00001, -math.inf, math.inf, 1)) == "0.000 [-∞, ∞]"
+    assert tables.number(Estimate(-0.00001, -math.inf, math.inf, 1)) == "0.000"
+    assert tables.number(Estimate(1.0, 0.5, math.inf, 2)) == "1.000 [0.500, ∞]"
     assert tables.number(None) == "n/a"
 
 

@@ -228,16 +228,22 @@ def test_compose_save_and_load(tmp_path):
         "launch/compose.py",
         f"--gates={tmp_path / 'gates'}",
         f"--policy={tmp_path / 'base'}",
-        f"--out={tmp_path / 'out'}",
     ]
+
+    def run(*extra):
+        return subprocess.run([sys.executable, *command, *extra], cwd=ROOT, capture_output=True, text=True, timeout=300)
+
     for extra, matched in ((), True), (("--nomatched",), False):
-        done = subprocess.run([sys.executable, *command, *extra], cwd=ROOT, capture_output=True, text=True, timeout=300)
+        out = tmp_path / f"out{matched}"
+        done = run(f"--out={out}", *extra)
         assert done.returncode == 0, done.stderr
-        got = checkpoint.load_policy(tmp_path / "out")
+        got = checkpoint.load_policy(out)
         want = compose(Trained(rlkv, GATES), Trained(base, weights), matched=matched)
         assert got.policy == want.policy and got.policy.base == base and got.policy.matched == matched
         jax.tree.map(np.testing.assert_array_equal, got.params, want.params)
     assert dataclasses.asdict(got.policy)["base"]["hidden"] == 8
+    again = run(f"--out={out}")
+    assert again.returncode == 1 and "exists already" in again.stderr and len(again.stderr.splitlines()) == 1
 
 
 def test_the_control_has_the_same_gates_in_random_heads():
