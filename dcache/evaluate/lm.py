@@ -93,18 +93,20 @@ class DCacheLM(TemplateLM):
       pretrained: what `dcache.load` takes, or a loaded model. policy, budget: see `dcache.generate`.
       dtype: of a model that is loaded here. batch_size: prompts that are answered together. max_length: longest prompt and
         answer in tokens (default: the model's context). max_gen_toks: longest answer of tasks that do not say.
-      evict_every: tokens between evictions while an answer is written, 0 for once after the prefill.
+      evict_every: tokens between evictions while an answer is written, 0 for none after the prefill. prefill_chunk: tokens of a
+        longer prompt that are read at once, with an eviction after each chunk, 0 to read it whole.
     """
 
     def __init__(
         self, pretrained: str | LanguageModel = "smollm2", policy: Any = "full", budget: float | int = 1.0,
         dtype: str = "float32", batch_size: int = 8, max_length: int | None = None, max_gen_toks: int = 256,
-        evict_every: int = 0, seed: int = 0, device: Any = None,
+        evict_every: int = 0, prefill_chunk: int = 0, seed: int = 0, device: Any = None,
     ):  # fmt: skip
         del device  # JAX chooses
         super().__init__()
         self.lm = load(pretrained, dtype) if isinstance(pretrained, str) else pretrained
         self.trained, self.budget, self.evict_every, self.seed = resolve(policy), budget, evict_every, seed
+        self.prefill_chunk = prefill_chunk
         self.batch_size, self.max_gen_toks = int(batch_size), max_gen_toks
         self.max_length = max_length or self.lm.config.max_positions
         self.cut = 0  # prompts that were cut on the left
@@ -169,13 +171,14 @@ class DCacheLM(TemplateLM):
         if withheld:
             arms = self._arms(len(prompts[0]) - withheld)
             return [
-                shared.answers(self.lm, prompts[0], arms, new_tokens=new, stop=stop, withheld=withheld, seed=self.seed)[
-                    -1
-                ].text
-            ]
+                shared.answers(
+                    self.lm, prompts[0], arms, new_tokens=new, stop=stop, withheld=withheld, prefill_chunk=self.prefill_chunk,
+                    seed=self.seed,
+                )[-1].text
+            ]  # fmt: skip
         made = generate(
             self.lm, prompts, self.trained, self.budget, max_new_tokens=new, temperature=0.0, top_p=1.0, seed=self.seed,
-            evict_every=self.evict_every, stop=stop,
+            evict_every=self.evict_every, stop=stop, prefill_chunk=self.prefill_chunk,
         )  # fmt: skip
         return list(made.texts)
 
@@ -192,7 +195,7 @@ class DCacheLM(TemplateLM):
                 self.cut += was_cut
                 results = shared.scores(
                     self.lm, prompt, [pairs[i][1] for i in members], self._arms(len(prompt) - 1),
-                    evict_every=self.evict_every, seed=self.seed,
+                    evict_every=self.evict_every, prefill_chunk=self.prefill_chunk, seed=self.seed,
                 )  # fmt: skip
                 for i, result in zip(members, results, strict=True):
                     found[i] = (result[-1].nats, result[-1].greedy)

@@ -24,12 +24,15 @@ def until(**kwargs):
     return {"until": [], "max_gen_toks": 12, "do_sample": False} | kwargs
 
 
-def test_a_batch_answers_like_one_prompt_at_a_time(lm):
+@pytest.mark.parametrize("chunk", [0, 24])
+def test_a_batch_answers_like_one_prompt_at_a_time(lm, chunk):
     asked = requests("generate_until", [(words, until()) for words in WORDS])
-    answers = [DCacheLM(lm, "snapkv", 32, batch_size=size).generate_until(asked, disable_tqdm=True) for size in (1, 4)]
+    models = [DCacheLM(lm, "snapkv", 32, batch_size=size, prefill_chunk=chunk) for size in (1, 4)]
+    answers = [model.generate_until(asked, disable_tqdm=True) for model in models]
     assert answers[0] == answers[1]
     ids = [np.array([int(w) for w in words.split()]) for words in WORDS]
-    alone = [dcache.generate(lm, [i], "snapkv", 32, max_new_tokens=12, evict_every=0).texts[0] for i in ids]
+    settings = dict(max_new_tokens=12, evict_every=0, prefill_chunk=chunk)
+    alone = [dcache.generate(lm, [i], "snapkv", 32, **settings).texts[0] for i in ids]
     assert answers[0] == alone
 
 
