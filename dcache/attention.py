@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from dcache.axes import shards
+from dcache.axes import constrain, shards
 
 EMPTY = -1
 """Position of a cache slot that holds no token, and of a query that is padding."""
@@ -283,7 +283,8 @@ def attend_prompt(
             q_block, p_block = block
             out, probs = attend(q_block, [prefix], p_block, key_position, sliding_window)
             if request.mass:
-                carry = carry + jnp.einsum("bnts,bt->bns", probs, (p_block >= 0).astype(jnp.float32))
+                new = jnp.einsum("bnts,bt->bns", probs, (p_block >= 0).astype(jnp.float32))
+                carry = constrain(carry + new, "BNS")
             return carry, out
 
         partial = jnp.zeros((b, n, stop), jnp.float32)

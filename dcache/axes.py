@@ -25,7 +25,7 @@ MESH_AXES = ("data", "fsdp", "tensor", "sequence")
 class ShardingRules:
     """How many devices each mesh axis has, and which logical axis lies on which.
 
-    Prompts and keep-set samples lie on `data` and `fsdp`, the model on `tensor`, the slots of keys and values on `sequence`.
+    Prompts and keep-set samples lie on `data` and `fsdp`, the model on `tensor`, keys and values on `sequence`.
     Weights are also split along D over `fsdp`, and gathered layer by layer. A logical axis that its mesh axes do not divide
     stays whole: where `tensor` does not divide the key/value heads, each of its devices holds those of the cache whole.
 

@@ -84,13 +84,17 @@ class QueryMoments:
 
 
 def axes(cache: Cache) -> Cache:
-    """The logical axes of every array of a cache (or of its shapes), in its structure; "." is never split over devices."""
+    """The logical axes of every array of a cache (or of its shapes), in its structure; "." is never split over devices.
+
+    Only keys and values are split along their slots: what describes a slot takes a few percent of their bytes, and where
+    it is whole a policy sees all slots, so that the best B of them are exact.
+    """
 
     def layer(at: LayerCache, lead: str) -> LayerCache:
         # The tail behind a shared prompt is short: its slots are not split.
         own: Any = f"{lead}BK.H" if cache.prompt is not None else f"{lead}BKSH"
-        slots: Any = f"{lead}BKS"
-        return LayerCache(own, own, slots, slots, jax.tree.map(lambda _: f"{lead}BNS", at.stats))
+        slots: Any = f"{lead}BK."
+        return LayerCache(own, own, slots, slots, jax.tree.map(lambda _: f"{lead}BN.", at.stats))
 
     unrolled = isinstance(cache.layers, tuple)
     shared: Any = "L.KSH"
@@ -100,7 +104,7 @@ def axes(cache: Cache) -> Cache:
         layers=tuple(layer(at, "") for at in cache.layers) if unrolled else layer(cache.layers, "L"),
         prompt=None if cache.prompt is None else Segment(shared, shared),
         length=per_sequence,
-        rows=None if cache.rows is None else "B.S",
+        rows=None if cache.rows is None else "B..",
         row_entropy=None if cache.row_entropy is None else "B.",
         queries=None if cache.queries is None else QueryMoments(*moments),
         hidden=None if cache.hidden is None else "BLSD",

@@ -185,7 +185,8 @@ def _decode(
         return (cache, token), token
 
     (cache, token), tokens = jax.lax.scan(one, (cache, token), jnp.arange(plan.chunk, dtype=jnp.int32))
-    return cache, constrain(token, "."), constrain(tokens.T, "..")  # the host of every device reads all tokens
+    # Every host reads all tokens, and the next call takes the cache as this one was given it.
+    return kv.laid_out(cache), constrain(token, "."), constrain(tokens.T, "..")
 
 
 def _keys(key: Array, step: Array, batch: int) -> Array:

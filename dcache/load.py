@@ -92,8 +92,10 @@ def load(name: str | os.PathLike[str], dtype: str = "float32", sharding: str = "
     if name == "tiny":
         config = dataclasses.replace(PRESETS["tiny"], dtype=dtype)
         mesh, places = _places(config, sharding)
-        start = init_params if mesh is None else jax.jit(init_params, static_argnums=1, out_shardings=places)
-        return LanguageModel(config, start(jax.random.key(0), config), ByteTokenizer(), name, mesh)
+        params = init_params(jax.random.key(0), config)
+        if mesh is not None:
+            params = jax.device_put(jax.device_get(params), places)
+        return LanguageModel(config, params, ByteTokenizer(), name, mesh)
     directory = find_directory(name)
     try:
         return _read(name, directory, dtype, sharding)
