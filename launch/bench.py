@@ -1,27 +1,28 @@
-"""Measures what training and eviction cost: `python launch/bench.py`.
+"""Measures what training, decoding and eviction cost: `python launch/bench.py`.
 
+    --suite=all       or quick: decoding with 2,000-token caches, prefill and rollout, in about three minutes
     --model=smollm2   which model       --policy=distillcache   name or folder of a trained policy
-    --out=bench.json  where the numbers go besides the terminal
+    --out=bench.json  where the numbers go besides the terminal; a table (.md) and a picture (.png) lie beside it
 
-Runs for about five minutes on 2 cores. Nothing else should be running.
+Nothing else should be running.
 """
 
 import json
+from pathlib import Path
 
 import common
 from absl import flags
 
+_SUITE = flags.DEFINE_enum("suite", "all", ["quick", "all"], "What is measured.")
 _MODEL = flags.DEFINE_string("model", "smollm2", "Name, directory, .gguf file or hub id.")
 _POLICY = flags.DEFINE_string("policy", "distillcache", "Name or folder of a trained policy.")
 _OUT = flags.DEFINE_string("out", "bench.json", "File for the numbers.")
-_REPEATS = flags.DEFINE_integer("repeats", 5, "Repeats of each measurement; the median counts.", lower_bound=1)
-_SLOTS = flags.DEFINE_integer("slots", 2000, "Cache slots of the decoding measurement.", lower_bound=64)
-_PROMPT = flags.DEFINE_integer("prompt", 7900, "Tokens of the long prompt.", lower_bound=64)
+_REPEATS = flags.DEFINE_integer("repeats", 3, "Repeats of each measurement; the median counts.", lower_bound=1)
 
 
 def main(argv: list[str]) -> None:
     import dcache
-    from dcache import bench
+    from dcache.bench import suite
     from dcache.errors import ConfigError
     from dcache.workdir import atomic_write
 
@@ -29,27 +30,21 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"Unknown argument {argv[1]!r}; options begin with --, see --help.")
     common.use_compilation_cache()
     trained = dcache.resolve(_POLICY.value)
-    lm = dcache.load(_MODEL.value)
+    models = {dtype: dcache.load(_MODEL.value, dtype) for dtype in ("float32", "bfloat16")}
+    sizes = suite.QUICK if _SUITE.value == "quick" else suite.ALL
     numbers: dict[str, float] = {}
-    parts = {
-        "training step": lambda: bench.training_step(lm, trained, repeats=_REPEATS.value),
-        "eviction overhead, batch 1": lambda: bench.eviction_overhead(
-            lm, trained, batch=1, slots=_SLOTS.value, repeats=_REPEATS.value
-        ),
-        "eviction overhead, batch 8": lambda: bench.eviction_overhead(
-            lm, trained, batch=8, slots=_SLOTS.value, repeats=_REPEATS.value
-        ),
-        "prefill memory": lambda: bench.prefill_memory(lm),
-        "generation": lambda: bench.generation_bytes(lm, trained, _PROMPT.value),
-    }
-    for name, part in parts.items():
+    for name, part in suite.parts(models, trained, _SUITE.value, sizes, _REPEATS.value).items():
         print(f"{name} ...", flush=True)
         measured = part()
         for key, value in measured.items():
             print(f"  {key:<44} {value:,.4g}", flush=True)
         numbers |= measured
-    atomic_write(_OUT.value, json.dumps(numbers, indent=2) + "\n")
-    print(f"Written to {_OUT.value}.")
+    numbers |= suite.summary(numbers)
+    out = Path(_OUT.value)
+    atomic_write(out, json.dumps(numbers, indent=2) + "\n")
+    atomic_write(out.with_suffix(".md"), suite.table(numbers))
+    suite.picture(numbers, out.with_suffix(".png"))
+    print(f"Written to {out}, {out.with_suffix('.md').name} and {out.with_suffix('.png').name}.")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import yaml
 from dcache import checkpoint, metrics
 
 ROOT = Path(__file__).parents[2]
-STEPS = 30
+STEPS = 24
 TINY = ("--config=configs/smollm2.py:tiny", f"--config.learn.steps={STEPS}")
 
 
@@ -61,9 +61,8 @@ def numbers(workdir):
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to find the run below its shell")
 def test_a_preempted_run_goes_on_elsewhere(tmp_path):
-    whole, first, second = tmp_path / "whole", tmp_path / "first", tmp_path / "second"
-    at_home = machine(whole, 1)
-    undisturbed = start(whole, at_home, ".venv/bin/python", "launch/train.py", *TINY, "--workdir=run")
+    whole, first = tmp_path / "whole", tmp_path / "first"
+    undisturbed = start(whole, machine(whole, 1), ".venv/bin/python", "launch/train.py", *TINY, "--workdir=run")
 
     # Slurm's warning before the time limit: the run saves, the script asks to be queued again.
     job = start(first, machine(first, 1), "bash", "launch/slurm.sh", *TINY, "--workdir=run")
@@ -79,26 +78,33 @@ def test_a_preempted_run_goes_on_elsewhere(tmp_path):
     stopped = checkpoint.latest_step(first / "run" / "checkpoints")
     assert 3 <= stopped < STEPS and len(metrics.read(first / "run")) == stopped
 
-    # Another machine with more devices sees the bucket that holds the folder; SkyPilot's command is given again.
-    environment = machine(second, 4)
-    shutil.copytree(first / "run", second / "bucket" / "run")
-    shutil.rmtree(first)
+    # Two other machines, one with more devices, see the bucket that holds the folder; SkyPilot's command is given.
     sky = yaml.safe_load((ROOT / "launch" / "sky.yaml").read_text())
-    environment |= {"CONFIG": TINY[0].partition("=")[2], "ARGS": TINY[1], "WORKDIR": f"{second}/bucket/run"}
-    finish(start(second, environment, "bash", "-c", sky["run"]), second)
+    again = {}
+    for devices in (1, 4):
+        folder = tmp_path / f"elsewhere{devices}"
+        workdir = folder / "bucket" / "run"
+        environment = machine(folder, devices) | {
+            "CONFIG": TINY[0].partition("=")[2], "ARGS": TINY[1], "WORKDIR": str(workdir)
+        }  # fmt: skip
+        shutil.copytree(first / "run", workdir)
+        again[workdir] = (start(folder, environment, "bash", "-c", sky["run"]), folder, environment)
+    shutil.rmtree(first)
     finish(undisturbed, whole)
+    for process, folder, _ in again.values():
+        finish(process, folder)
 
-    assert numbers(second / "bucket" / "run") == numbers(whole / "run")
-    assert len(numbers(whole / "run")) == STEPS
-    here, there = checkpoint.load_policy(whole / "run"), checkpoint.load_policy(second / "bucket" / "run")
-    assert here.policy == there.policy
-    assert checkpoint.weights_digest(here.params) == checkpoint.weights_digest(there.params)
+    expected, (same, other) = numbers(whole / "run"), again
+    assert [record["step"] for record in expected] == list(range(1, STEPS + 1))
+    assert numbers(same) == expected
     for name in ("policy.safetensors", "policy.json"):
-        parts = ("run", "policy", name)
-        np.testing.assert_array_equal(
-            whole.joinpath(*parts).read_bytes(), second.joinpath("bucket", *parts).read_bytes()
-        )
+        assert (same / "policy" / name).read_bytes() == (whole / "run" / "policy" / name).read_bytes()
+    # XLA divides its work among threads by the number of devices, so sums are rounded in another order.
+    assert [record["prompt"] for record in numbers(other)] == [record["prompt"] for record in expected]
+    for found, record in zip(numbers(other), expected, strict=True):
+        np.testing.assert_allclose(found["kl"], record["kl"], rtol=1e-3, atol=1e-6)
 
     # Started once more, as a service may that did not see it end: nothing happens, and it counts as done.
-    finish(start(second, environment, "bash", "-c", sky["run"]), second)
-    assert f"This run is finished: {STEPS} steps" in (second / "log").read_text()
+    _, folder, environment = again[same]
+    finish(start(folder, environment, "bash", "-c", sky["run"]), folder)
+    assert f"This run is finished: {STEPS} steps" in (folder / "log").read_text()
