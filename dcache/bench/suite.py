@@ -18,7 +18,7 @@ Parts = dict[str, Callable[[], Numbers]]
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How large the measurements are; smaller ones are for tests.
+    """How large the measurements are.
 
     Attributes:
       slots: cache sizes of the decoding measurements; the first one's also show what a policy adds. batches: of sequences.
@@ -144,7 +144,7 @@ def picture(numbers: Numbers, path: str | os.PathLike[str]) -> None:
         speed.set(
             title="Decoding with 25% of the cache", xlabel="speed, full cache = 1", yticks=list(rows), yticklabels=names
         )
-        speed.legend(loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=2, frameon=False)
+        figure.legend(*speed.get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False)
         bandwidth.barh(rows, [numbers[f"{label}.bandwidth_fraction"] for label in labels], color="#009E73")
         bandwidth.axvline(0.6, color="#D55E00", linestyle="--")
         bandwidth.set(title="Decoding with the full cache", xlabel="share of the copy bandwidth (line: bar)")

@@ -5,9 +5,11 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -105,6 +107,27 @@ def test_slurm_queues_a_stopped_run_again(tmp_path, status):
     assert words == ["launch/train.py", "--config=configs/smollm2.py", "--workdir=a b", "--resume"] and code == status
     asked = tmp_path / "scontrol"
     assert (asked.read_text() if asked.exists() else None) == ("requeue 17\n" if status in STOPPED else None)
+
+
+def test_slurm_waits_for_the_run_when_it_is_signalled_too(tmp_path):
+    """A preempted job's shell may get the signal as well; it must not leave before the run has saved."""
+    begun = tmp_path / "begun"
+    executable(
+        tmp_path / ".venv" / "bin" / "python", f'trap "exit 75" TERM; touch "{begun}"; while true; do sleep 0.1; done'
+    )
+    executable(tmp_path / "bin" / "srun", 'shift; exec "$@"')
+    executable(tmp_path / "bin" / "scontrol", f'echo "$@" > "{tmp_path}/scontrol"')
+    environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
+    job = subprocess.Popen(["bash", LAUNCH / "slurm.sh"], cwd=tmp_path, env=environment, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not begun.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    job.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        job.wait(timeout=0.5)
+    os.killpg(job.pid, signal.SIGTERM)
+    assert job.wait(timeout=60) == os.EX_TEMPFAIL
+    assert (tmp_path / "scontrol").read_text() == "requeue 17\n"
 
 
 def test_slurm_options():
