@@ -2,10 +2,12 @@
 
 A training checkpoint is a folder named after its step: `arrays/`, written by Orbax, holds the state and the run's
 random key (never the language model), `run.json` describes the run and holds a digest of every file, since Orbax does
-not notice changed bytes inside arrays. The folder is written under another name and renamed when it is complete, so a
-run that is killed leaves the last complete one.
+not notice changed bytes inside arrays. `run.json` is written last and deleted first: a folder without it does not count,
+so a run that is killed leaves the last complete one. No folder is renamed when it is complete, because on a mounted bucket
+renaming a folder is not one step.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -38,9 +40,15 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
 
 
 def _steps(directory: str | os.PathLike[str]) -> list[int]:
-    """Steps of the complete checkpoints, ascending; what is being written or deleted has a name with a dot."""
-    path = Path(directory)
-    return sorted(int(p.name) for p in path.iterdir() if p.name.isdecimal()) if path.is_dir() else []
+    """Steps of the complete checkpoints, ascending; what is being written or deleted has no description."""
+    return sorted(int(file.parent.name) for file in Path(directory).glob(f"*/{RUN}") if file.parent.name.isdecimal())
+
+
+def _delete_incomplete(folder: Path) -> None:
+    """Deletes what a run left that was killed, or failed, while it wrote or deleted a checkpoint."""
+    for path in folder.iterdir():
+        if path.name.isdecimal() and not (path / RUN).is_file():
+            shutil.rmtree(path)
 
 
 def save(
@@ -58,24 +66,23 @@ def save(
     from orbax.checkpoint import v1 as ocp
 
     folder = Path(directory).absolute()
-    temporary = folder / f".{step}"
+    new = folder / str(step)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob(".*"):  # of a run that was killed
-            shutil.rmtree(leftover)
+        _delete_incomplete(folder)
         tree = {"state": state, "key": jax.random.key_data(key)}
         # Orbax's threads print tracebacks of their own when the disk is full: see first whether there is room.
-        atomic_write(temporary / "room", bytes(65536 + 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(tree))))
-        (temporary / "room").unlink()
-        ocp.save(temporary / ARRAYS, tree)
-        run = {"step": step, "identity": _plain(identity), "files": _file_digests(temporary / ARRAYS)}
-        atomic_write(temporary / RUN, json.dumps(run | {"digest": _digest({}, run)}, indent=1))
-        os.rename(temporary, folder / str(step))
+        atomic_write(new / "room", bytes(65536 + 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(tree))))
+        (new / "room").unlink()
+        ocp.save(new / ARRAYS, tree)
+        run = {"step": step, "identity": _plain(identity), "files": _file_digests(new / ARRAYS)}
+        atomic_write(new / RUN, json.dumps(run | {"digest": _digest({}, run)}, indent=1))
         for old in _steps(folder)[:-keep]:
-            os.rename(folder / str(old), folder / f".{old}")  # one deleted by half must not look complete
-            shutil.rmtree(folder / f".{old}")
+            (folder / str(old) / RUN).unlink()
+            shutil.rmtree(folder / str(old))
     except Exception as error:  # Orbax, TensorStore and the operating system each have errors of their own.
-        shutil.rmtree(temporary, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            _delete_incomplete(folder)
         last = latest_step(folder)
         stays = "there is no older one" if last is None else f"the one of step {last} stays"
         raise CheckpointError(

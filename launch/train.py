@@ -5,9 +5,10 @@
     --config.FIELD=...   change a field, for instance --config.seed=1 or --config.learn.steps=500
 
 The workdir gets checkpoints/, policy/ (the trained policy), metrics.jsonl, tensorboard/ and config.json. Ctrl-C or
-SIGTERM finishes the current step and saves.
+SIGTERM finishes the current step and saves; the exit status is then 75, which tells job files to start the command again.
 """
 
+import os
 import shlex
 import sys
 
@@ -21,7 +22,7 @@ _RESUME = flags.DEFINE_bool("resume", False, "Go on from the newest checkpoint o
 flags.mark_flag_as_required("config")
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
     import jax
 
     from dcache.errors import ConfigError
@@ -42,10 +43,12 @@ def main(argv: list[str]) -> None:
         again = [word for word in sys.argv if word not in ("--resume", "--noresume")]
         print(f"Stopped and saved after step {outcome.step} of {outcome.steps}. Go on with:")
         print(f"  python {shlex.join([*again, '--resume'])}")
-    elif not outcome.trained:
+        return os.EX_TEMPFAIL  # 0 would tell a scheduler that the job is done
+    if not outcome.trained:
         print(f"This run is finished: {outcome.step} steps. The trained policy is in {workdir}/policy.")
     else:
         print(f"Done: {outcome.step} steps. The trained policy is in {workdir}/policy.")
+    return os.EX_OK
 
 
 if __name__ == "__main__":

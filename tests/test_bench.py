@@ -1,10 +1,20 @@
-"""`dcache.bench` on the tiny model: what each measurement reports, that its two arms do the same work, and bad input."""
+"""`dcache.bench` on the tiny model: what each measurement reports, what its arms do, the bars, and bad input."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcache import bench
+from dcache import bench, model
+from dcache import cache as kv
+from dcache.attention import StatsRequest
+from dcache.bench import decoding, suite, timing
 from dcache.errors import ConfigError
 from dcache.policies import make
 from dcache.policies.base import Trained
@@ -19,7 +29,7 @@ def trained():
 
 def test_interleaved_is_the_median_and_takes_turns(monkeypatch):
     now, order = [0.0], []
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
 
     def call(name, durations):
         remaining = iter(durations)
@@ -67,13 +77,136 @@ def test_prefill_memory_is_linear_in_the_prompt(tiny):
     assert long <= 2.2 * short
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_eviction_overhead_compares_the_same_cache(tiny, trained, batch):
-    found = bench.eviction_overhead(tiny, trained, batch=batch, slots=96, evict_every=4, repeats=2)
-    label = f"policy.b{batch}.s96.every4"
-    plain, evicting = (found[f"{label}.{arm}_step_seconds"] for arm in ("plain", "evicting"))
-    assert plain > 0 and evicting > 0
-    assert found[f"{label}.overhead_fraction"] == pytest.approx(evicting / plain - 1.0)
+def test_decoding_is_greedy_and_the_same_at_every_call(tiny):
+    """Against one call of the model per token."""
+    call = decoding.Decoding(tiny, None, batch=2, slots=40, steps=3)
+    unrolled = isinstance(tiny.decode_params["layers"], tuple)
+    cache = decoding.filled(tiny, StatsRequest(), batch=2, slots=40, free=3, unrolled=unrolled)
+    assert int((kv.positions(cache) >= 0).sum()) == tiny.config.num_layers * 2 * tiny.config.num_kv_heads * 37
+    token = jnp.zeros(2, jnp.int32)
+
+    @jax.jit
+    def step(token, cache):
+        hidden, cache = model.extend(tiny.decode_params, tiny.config, token[:, None], cache)
+        return jnp.argmax(model.unembed(tiny.decode_params, hidden[:, 0], tiny.config), -1).astype(jnp.int32), cache
+
+    for _ in range(3):
+        token, cache = step(token, cache)
+    for _ in range(2):
+        np.testing.assert_array_equal(call(), token)
+
+
+def test_an_evicting_cache_stays_full(tiny, trained):
+    call = decoding.Decoding(tiny, trained, batch=2, slots=40, steps=6, every=2)
+    before = kv.positions(call._cache)
+    _, cache = call._run(call._cache, call._token)
+    after = np.asarray(kv.positions(cache))
+    assert (after >= 0).all() and (np.asarray(before) < 0).sum(-1).max() == 2
+    # The six new tokens are there but for those that a later eviction of two took; the first eviction takes nothing.
+    assert ((after >= 40).sum(-1) >= 2).all() and (after.max(-1) == 45).all()
+    assert all(len(set(row)) == 40 for row in after.reshape(-1, 40).tolist())
+
+
+def test_decode_reports_speed_limits_and_overheads(tiny, trained):
+    found = bench.decode(tiny, trained, batch=2, slots=160, overheads=(4,), steps=4, repeats=1, copied=2**16)
+    label = "decode.b2.s160"
+    full, quarter = (found[f"{label}.{arm}step_seconds"] for arm in ("", "quarter_"))
+    assert all(value > 0 for key, value in found.items() if "overhead" not in key)
+    assert found[f"{label}.speedup_25"] == pytest.approx(full / quarter)
+    whole, less = (decoding.step_bytes(tiny, 2, slots) for slots in (160, 40))
+    assert found[f"{label}.speedup_bytes_limit"] == pytest.approx(whole / less)
+    assert found[f"{label}.speedup_share"] == pytest.approx(full / quarter / (whole / less))
+    assert found["policy.b2.s160.every4.overhead_fraction"] > -1
+
+
+def test_bytes_of_a_step(tiny):
+    """Weights once, the embedding table only as output matrix, and 2 numbers per layer, head, dimension and slot."""
+    c = tiny.config
+    layer = (
+        c.embed_dim * c.head_dim * 2 * (c.num_heads + c.num_kv_heads) + 3 * c.embed_dim * c.ffn_dim + 2 * c.embed_dim
+    )
+    numbers = c.num_layers * layer + c.vocab_size * c.embed_dim + c.embed_dim
+    cache = 3 * 50 * 2 * c.num_layers * c.num_kv_heads * c.head_dim
+    assert decoding.step_bytes(tiny, 3, 50) == 4 * (numbers + cache)
+
+
+def test_signals_and_rollout(tiny, trained):
+    found = bench.prefill_signals(tiny, 64, repeats=1) | bench.rollout_cost(
+        tiny, trained, prompt=64, samples=2, horizon=4, evict_every=2, repeats=1
+    )
+    assert all(value > 0 for value in found.values())
+    assert found["rollout.ratio"] == pytest.approx(found["rollout.seconds"] / found["rollout.decode_seconds"])
+    with pytest.raises(ConfigError, match="'h2o' is none"):
+        bench.rollout_cost(tiny, Trained(make("h2o"), ()))
+
+
+def test_what_the_machine_can_do():
+    found = bench.machine(repeats=1, size=16, nbytes=2**12)
+    assert set(found) == {"machine.copy_bandwidth", "machine.matrix_rate", "machine.matrix_rate_bf16"}
+    copying = timing.Copying(2**10)
+    copying()
+    np.testing.assert_array_equal(copying(), np.full(2**8, 2.0))  # every number was read and written at each call
+    assert copying.rate(0.5) == 2 * 2**10 / 0.5
+
+
+MADE_UP = {
+    "policy.b1.s2000.every16.overhead_fraction": 0.02, "policy.b8.s2000.every16.overhead_fraction": 0.04,
+    "policy.b1.s2000.every1.overhead_fraction": 0.05,
+    "decode.b8.s2000.speedup_25": 1.5, "decode.b8.s2000.speedup_bytes_limit": 1.8, "decode.b8.s2000.bandwidth_fraction": 0.7,
+    "decode.b8.s8000.speedup_25": 2.5, "decode.b8.s8000.speedup_bytes_limit": 2.7, "decode.b8.s8000.bandwidth_fraction": 0.65,
+    "decode.b8.s8000.speedup_share": 0.926, "rollout.ratio": 1.4,
+}  # fmt: skip
+
+
+def test_the_worst_counts_for_a_bar():
+    assert suite.summary(MADE_UP) == {
+        "policy.overhead_fraction.every16": 0.04, "policy.overhead_fraction.every1": 0.05, "decode.b8.bandwidth_fraction": 0.65
+    }  # fmt: skip
+    shown = suite.table(MADE_UP | suite.summary(MADE_UP))
+    rows = dict(line.split(" | ", 1) for line in shown.splitlines()[2:])
+    assert rows["| policy.overhead_fraction.every16"] == "0.04 | at most 0.03 | no |"
+    assert rows["| policy.overhead_fraction.every1"] == "0.05 | at most 0.1 | yes |"
+    assert rows["| decode.b8.s8000.speedup_share"] == "0.926 | at least 0.9 | yes |"
+    assert rows["| decode.b8.bandwidth_fraction"] == "0.65 | at least 0.6 | yes |"
+    assert rows["| rollout.ratio"] == "1.4 | at most 1.3 | no |"
+    assert rows["| decode.b8.s2000.speedup_25"] == "1.5 |  |  |"
+
+
+def test_picture(tmp_path):
+    suite.picture(MADE_UP, tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_suites(tiny, trained):
+    names = {
+        kind: list(suite.parts({"float32": tiny, "bfloat16": tiny}, trained, kind, sizes, 1))
+        for kind, sizes in (("quick", suite.QUICK), ("all", suite.ALL))
+    }
+    assert set(names["quick"]) < set(names["all"]) and not any("8000" in name for name in names["quick"])
+    assert "decoding, batch 8, 8000 slots, bfloat16" in names["all"] and "training step" in names["all"]
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path):
+    root = Path(__file__).parents[1]
+    command = [
+        sys.executable,
+        "launch/bench.py",
+        "--suite=quick",
+        "--model=tiny",
+        "--repeats=1",
+        f"--out={tmp_path}/b.json",
+    ]
+    done = subprocess.run(command, cwd=root, env=os.environ, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    numbers = json.loads((tmp_path / "b.json").read_text())
+    for batch in (1, 8):
+        for dtype in ("", ".bf16"):
+            for what in ("speedup_25", "speedup_bytes_limit", "bandwidth_fraction"):
+                assert numbers[f"decode.b{batch}.s2000{dtype}.{what}"] > 0
+    assert {"policy.overhead_fraction.every1", "policy.overhead_fraction.every16", "prefill.signals_ratio", "rollout.ratio",
+            "machine.copy_bandwidth", "machine.matrix_rate", "decode.b1.bandwidth_fraction"} <= numbers.keys()  # fmt: skip
+    assert "| rollout.ratio |" in (tmp_path / "b.md").read_text() and (tmp_path / "b.png").is_file()
 
 
 def test_generation_bytes_are_those_of_the_budget(tiny, trained):

@@ -81,12 +81,44 @@ def test_no_checkpoint(tmp_path):
 def test_incomplete_checkpoints_do_not_count(tmp_path, state):
     key = jax.random.key(7)
     checkpoint.save(tmp_path, 2, state, key, IDENTITY, keep=2)
-    for name in (".4", ".1"):  # what a run leaves that is killed while it writes or deletes
+    for name in ("4", "6", "notes"):  # what a run leaves that is killed while it writes or deletes
         shutil.copytree(tmp_path / "2", tmp_path / name)
+    (tmp_path / "4" / checkpoint.RUN).rename(tmp_path / "4" / f".{checkpoint.RUN}.x7")  # not renamed yet
+    (tmp_path / "6" / checkpoint.RUN).unlink()
     assert checkpoint.latest_step(tmp_path) == 2
-    checkpoint.save(tmp_path, 4, state, key, IDENTITY, keep=2)
+    assert same(checkpoint.restore(tmp_path, TEMPLATE, IDENTITY)[0], state)
+    checkpoint.save(tmp_path, 4, scaled(state, 3), key, IDENTITY, keep=2)
     assert checkpoint.latest_step(tmp_path) == 4
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "4"]
+    assert same(checkpoint.restore(tmp_path, TEMPLATE, IDENTITY)[0], scaled(state, 3))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "4", "notes"]
+
+
+@pytest.mark.parametrize("killed_at", ["arrays", "description", "deletion"])
+def test_a_run_that_is_killed_while_it_saves(tmp_path, state, monkeypatch, killed_at):
+    """The description is written last and deleted first, whatever the file system makes of renamed folders."""
+    key = jax.random.key(7)
+    checkpoint.save(tmp_path, 2, state, key, IDENTITY, keep=1)
+
+    def killed(*arguments):
+        raise KeyboardInterrupt  # nothing cleans up after it
+
+    if killed_at == "arrays":
+        monkeypatch.setattr("orbax.checkpoint.v1.save", lambda path, tree: (path.mkdir(), killed()))
+    elif killed_at == "description":
+        write = checkpoint.atomic_write
+        monkeypatch.setattr(
+            checkpoint, "atomic_write", lambda path, raw: killed() if path.name == checkpoint.RUN else write(path, raw)
+        )
+    else:
+        monkeypatch.setattr(checkpoint.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, 4, scaled(state, 3), key, IDENTITY, keep=1)
+    monkeypatch.undo()
+    newest, factor = (4, 3) if killed_at == "deletion" else (2, 1)
+    assert checkpoint.latest_step(tmp_path) == newest
+    assert same(checkpoint.restore(tmp_path, TEMPLATE, IDENTITY)[0], scaled(state, factor))
+    checkpoint.save(tmp_path, 6, state, key, IDENTITY, keep=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["6"]
 
 
 def damages(path):

@@ -52,6 +52,18 @@ def test_a_resumed_run_drops_later_records(tmp_path):
     assert starts == [1, 3]  # TensorBoard hides the older step 3
 
 
+def test_records_are_kept_when_the_file_is_closed(tmp_path):
+    """A mounted bucket stores a file when it is closed: so does `keep`, and the run goes on writing."""
+    writer = metrics.Writer(tmp_path, 0)
+    writer.write(1, {"kl": 1.0})
+    first = writer._lines
+    writer.keep()
+    assert first.closed and [record["step"] for record in metrics.read(tmp_path)] == [1]
+    writer.write(2, {"kl": 2.0})
+    writer.close()
+    assert [record["step"] for record in metrics.read(tmp_path)] == [1, 2]
+
+
 def test_no_file_no_records(tmp_path):
     assert metrics.read(tmp_path) == []
 

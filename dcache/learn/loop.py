@@ -129,9 +129,11 @@ class _Run:
                 if step % experiment.checkpoint_every == 0 or step == experiment.learn.steps:
                     log(*pending)
                     pending = None
+                    writer.keep()
                     self.save(state, key)
             if pending is not None:
                 log(*pending)
+                writer.keep()
                 self.save(state, key)
         return step
 

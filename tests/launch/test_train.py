@@ -76,7 +76,7 @@ def test_sigterm_and_resume(tmp_path):
     wait_for_step(process, tmp_path / "run", 3)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
+    assert process.returncode == os.EX_TEMPFAIL, output
     step = checkpoint.latest_step(tmp_path / "run" / "checkpoints")
     assert f"Stopped and saved after step {step} of {STEPS}" in output and "--resume" in output
     assert [record["step"] for record in metrics.read(tmp_path / "run")] == list(range(1, step + 1))
