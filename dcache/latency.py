@@ -49,7 +49,8 @@ def measure(
       `features_ms`: how much longer that step is with the policy's statistics, plus the signals of one decision where a policy
       has them apart from its scores (DistillCache). `policy_ms`: the rest of a decision, scores and selection.
       `tokens_per_second`: decoding with statistics and a decision every `evict_every` tokens.
-      The full cache has no features and no policy. What a policy does once for the prompt is in none of them.
+      The full cache has no features and no policy. What a policy does once for the prompt is in none of them. A policy under
+      which one head may keep everything (RLKV) decodes over as many slots as the full cache has.
 
     Raises:
       ConfigError: a label "full", or a policy that does not fit the model. BudgetError: a budget too small for a policy.
