@@ -77,7 +77,7 @@ def attend(
             scratch_shapes=scratch,
         ),
         out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype)] + [jax.ShapeDtypeStruct((b, n, 1, t), jnp.float32)] * rows,
-        compiler_params=_parallel_but_last(4),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=4 * h * pairs, transcendentals=pairs, bytes_accessed=2 * q.nbytes + k.nbytes + v.nbytes
         ),
@@ -121,7 +121,9 @@ def _attend_kernel(length_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, *refs: A
         if slots % block:  # what lies behind the end of the array may be NaN, and 0 * NaN is NaN
             key = j * block + jax.lax.broadcasted_iota(jnp.int32, v.shape, 0)
             v = jnp.where(key < slots, v, jnp.zeros_like(v))
-        mixed = jax.lax.dot_general(v, shares.astype(v.dtype), (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        mixed = jax.lax.dot_general(
+            v, shares.astype(v.dtype), (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        )
         acc_ref[...] = decay * acc_ref[...] + mixed
 
     @pl.when(j == pl.num_programs(3) - 1)
@@ -178,7 +180,7 @@ def column_sums(
             scratch_shapes=[pltpu.VMEM((len(widths), block_s, _LANES), jnp.float32)],
         ),
         out_shape=jax.ShapeDtypeStruct((b, n, len(widths), s), jnp.float32),
-        compiler_params=_parallel_but_last(4),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=b * n * t * s * h, transcendentals=b * n * t * s // 2, bytes_accessed=q.nbytes + k.nbytes + lse.nbytes
         ),
@@ -219,7 +221,9 @@ def _column_kernel(
             sums_ref[0, 0, row : row + 1] = jnp.sum(acc_ref[row].T, axis=0, keepdims=True)
 
 
-def _logits(k: Array, q: Array, start: Any, query: Array, length: Any, sliding_window: int | None) -> tuple[Array, Array]:
+def _logits(
+    k: Array, q: Array, start: Any, query: Array, length: Any, sliding_window: int | None
+) -> tuple[Array, Array]:
     """Scaled logits f32[S, T] of keys [S, H] at positions start, ... and queries [H, T] at int32[1, T], and who sees whom."""
     logits = jnp.dot(k, q, preferred_element_type=jnp.float32) * (1.0 / math.sqrt(k.shape[1]))
     key = start + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
@@ -252,8 +256,3 @@ def _queries_of(
         high = jnp.minimum(high, (j + 1) * block_s - 2 + sliding_window - first)
     top = pl.cdiv(slots, block_t) - 1
     return jnp.clip(low // block_t, 0, top), jnp.clip(high // block_t, 0, top)
-
-
-def _parallel_but_last(axes: int) -> Any:
-    """Grid axes may run in any order, on any core, except the last, over which a kernel accumulates."""
-    return pltpu.CompilerParams(dimension_semantics=("parallel",) * (axes - 1) + ("arbitrary",))
