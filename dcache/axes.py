@@ -129,7 +129,10 @@ def open_sizes() -> dict[str, int]:
 
 
 def platform() -> str:
-    """What to compute for, "cpu", "gpu" or "tpu": the current mesh's devices (perhaps of a described topology), or this machine's."""
+    """The kind of device to compute for: "cpu", "gpu" or "tpu", of the current mesh or else of this machine.
+
+    The devices of a mesh may be those of a described topology, which nobody has here.
+    """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 

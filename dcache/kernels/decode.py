@@ -46,10 +46,12 @@ def attend(
     block = min(block, pl.cdiv(s, 128) * 128)
     blocks = pl.cdiv(s, block)
     padded = jnp.pad(seen, ((0, 0), (0, 0), (0, blocks * block - s)))
-    # A block in which nothing is visible has the number of the one before, so that nothing is copied for it.
+    # A block in which nothing is visible has the number of the last one before it with something, or else of the first one:
+    # the kernel passes it by, and nothing is copied for it.
     number = jnp.broadcast_to(jnp.arange(blocks, dtype=jnp.int32), (b, heads, blocks))
     live = jnp.any(padded.reshape(b, heads, blocks, block), axis=-1)
-    fetched = jax.lax.cummax(jnp.where(live, number, 0), axis=2)
+    first = jnp.argmax(live, axis=2, keepdims=True).astype(jnp.int32)
+    fetched = jax.lax.cummax(jnp.where(live, number, first), axis=2)
 
     def of_head(b, k, j, fetched):
         return b, k, 0, 0
