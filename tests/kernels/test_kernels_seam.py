@@ -106,21 +106,28 @@ def test_whole_model(monkeypatch):
 
 
 def test_on_a_mesh(getkey):
-    # Each device takes its own prompts and heads; where `tensor` does not divide the key/value heads, all of them.
+    # Each device takes its own prompts and heads.
     q, k, v = dense.random_qkv(getkey(), 2, 40, 4, 2, 8, "float32")
-    position = positions((40, 17), 40)
-    request = StatsRequest(mass=True, windows=(9,))
-    want = kernel_prompt(q, k, v, position, request, None)
-    query, slots = jnp.asarray([[39], [16]], jnp.int32), jnp.broadcast_to(position[:, None], (2, 2, 40))
-    want_one = kernel_attend(q[:, :1], Segment(k, v), query, slots, None)
-    for rules, heads in ((ShardingRules(data=2, tensor=2), 2), (ShardingRules(data=2, tensor=4), 4)):  # on each device
-        mesh = sharding.make_mesh(rules, jax.devices()[: 2 * rules.tensor])
-        with sharding.on(mesh):
-            got = kernel_prompt(q, k, v, position, request, None)
-            one = kernel_attend(q[:, :1], Segment(k, v), query, slots, None)
-        for a, b in zip(jax.tree.leaves((got, one)), jax.tree.leaves((want, want_one)), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-        assert got[0].sharding.shard_shape(got[0].shape) == (1, 40, heads, 8)
+    args = (q, k, v, positions((40, 17), 40), StatsRequest(mass=True), None)
+    want = kernel_prompt(*args)
+    with sharding.on(sharding.make_mesh(ShardingRules(data=2, tensor=2), jax.devices()[:4])):
+        got = kernel_prompt(*args)
+    assert got[0].sharding.shard_shape(got[0].shape) == (1, 40, 2, 8)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_key_value_heads_that_the_mesh_does_not_divide_stay_whole(getkey):
+    # So do the query heads that belong to them, although `tensor` divides those.
+    q, k, v = dense.random_qkv(getkey(), 2, 40, 4, 2, 8, "float32")
+    position = jnp.broadcast_to(positions((40, 17), 40)[:, None], (2, 2, 40))
+    args = (q[:, :1], Segment(k, v), jnp.asarray([[39], [16]], jnp.int32), position, None)
+    want = kernel_attend(*args)
+    with sharding.on(sharding.make_mesh(ShardingRules(tensor=4), jax.devices()[:4])):
+        got = kernel_attend(*args)
+    assert got[0].sharding.shard_shape(got[0].shape) == (2, 1, 4, 8)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture
