@@ -129,9 +129,10 @@ def test_evaluation():
     assert texts(found) == texts(wanted)
 
 
-def test_generation():
+@pytest.mark.parametrize("chunk", [0, 32])
+def test_generation(chunk):
     prompts = [some_prompt(3, "text", 40).tokens, some_prompt(4, "text", 100).tokens]
-    settings = dict(max_new_tokens=8, temperature=0.0, top_p=1.0, seed=0, evict_every=3)
+    settings = dict(max_new_tokens=8, temperature=0.0, top_p=1.0, seed=0, evict_every=3, prefill_chunk=chunk)
     one, many = (
         generate(lm, prompts, Trained(make("h2o"), ()), 25, **settings) for lm in (varied(), on_mesh(varied(), SPLIT))
     )
