@@ -22,6 +22,7 @@ from jax import Array
 from dcache.errors import CheckpointError, DcacheError
 from dcache.learn.state import TrainState
 from dcache.policies import REGISTRY, Trained, make
+from dcache.sharding import is_first_process, wait_for_all
 from dcache.workdir import atomic_write
 
 ARRAYS, RUN = "arrays", "run.json"
@@ -48,6 +49,8 @@ def save(
 ) -> None:
     """Writes the checkpoint of a step and removes all but the `keep` newest.
 
+    Of several processes all call it: Orbax writes the arrays together, the first process does the rest.
+
     Args:
       state: of the run. key: typed random key of the run.
       identity: JSON values that a run must share to go on from here. keep: at least 1.
@@ -60,20 +63,21 @@ def save(
     folder = Path(directory).absolute()
     temporary = folder / f".{step}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob(".*"):  # of a run that was killed
-            shutil.rmtree(leftover)
         tree = {"state": state, "key": jax.random.key_data(key)}
-        # Orbax's threads print tracebacks of their own when the disk is full: see first whether there is room.
-        atomic_write(temporary / "room", bytes(65536 + 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(tree))))
-        (temporary / "room").unlink()
+        if is_first_process():
+            _make_room(folder, temporary, 65536 + 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(tree)))
+        wait_for_all(f"checkpoint {step} begins")
         ocp.save(temporary / ARRAYS, tree)
-        run = {"step": step, "identity": _plain(identity), "files": _file_digests(temporary / ARRAYS)}
-        atomic_write(temporary / RUN, json.dumps(run | {"digest": _digest({}, run)}, indent=1))
-        os.rename(temporary, folder / str(step))
-        for old in _steps(folder)[:-keep]:
-            os.rename(folder / str(old), folder / f".{old}")  # one deleted by half must not look complete
-            shutil.rmtree(folder / f".{old}")
+        if is_first_process():
+            run = {"step": step, "identity": _plain(identity), "files": _file_digests(temporary / ARRAYS)}
+            atomic_write(temporary / RUN, json.dumps(run | {"digest": _digest({}, run)}, indent=1))
+            os.rename(temporary, folder / str(step))
+            for old in _steps(folder)[:-keep]:
+                os.rename(folder / str(old), folder / f".{old}")  # one deleted by half must not look complete
+                shutil.rmtree(folder / f".{old}")
+        wait_for_all(f"checkpoint {step} is written")
+    except jax.errors.JaxRuntimeError:  # no file is at fault: another process has gone
+        raise
     except Exception as error:  # Orbax, TensorStore and the operating system each have errors of their own.
         shutil.rmtree(temporary, ignore_errors=True)
         last = latest_step(folder)
@@ -82,6 +86,18 @@ def save(
             f"The checkpoint of step {step} cannot be written to {str(directory)!r} ({_reason(error)}); free disk "
             f"space and go on with --resume ({stays})."
         ) from error
+
+
+def _make_room(folder: Path, temporary: Path, size: int) -> None:
+    """Makes the folder, removes what a killed run left in it, and sees whether the disk takes `size` bytes.
+
+    Orbax's threads would print tracebacks of their own if it does not.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(".*"):
+        shutil.rmtree(leftover)
+    atomic_write(temporary / "room", bytes(size))
+    (temporary / "room").unlink()
 
 
 def describe(directory: str | os.PathLike[str]) -> dict[str, Any]:
