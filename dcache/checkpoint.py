@@ -24,6 +24,7 @@ from jax import Array
 from dcache.errors import CheckpointError, DcacheError
 from dcache.learn.state import TrainState
 from dcache.policies import REGISTRY, Trained, make
+from dcache.sharding import is_first_process, wait_for_all
 from dcache.workdir import atomic_write
 
 ARRAYS, RUN = "arrays", "run.json"
@@ -56,6 +57,8 @@ def save(
 ) -> None:
     """Writes the checkpoint of a step and removes all but the `keep` newest.
 
+    Of several processes all call it: Orbax writes the arrays together, the first process does the rest.
+
     Args:
       state: of the run. key: typed random key of the run.
       identity: JSON values that a run must share to go on from here. keep: at least 1.
@@ -68,27 +71,41 @@ def save(
     folder = Path(directory).absolute()
     new = folder / str(step)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _delete_incomplete(folder)
         tree = {"state": state, "key": jax.random.key_data(key)}
-        # Orbax's threads print tracebacks of their own when the disk is full: see first whether there is room.
-        atomic_write(new / "room", bytes(65536 + 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(tree))))
-        (new / "room").unlink()
+        if is_first_process():
+            _make_room(folder, new, 65536 + 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(tree)))
+        wait_for_all(f"checkpoint {step} begins")
         ocp.save(new / ARRAYS, tree)
-        run = {"step": step, "identity": _plain(identity), "files": _file_digests(new / ARRAYS)}
-        atomic_write(new / RUN, json.dumps(run | {"digest": _digest({}, run)}, indent=1))
-        for old in _steps(folder)[:-keep]:
-            (folder / str(old) / RUN).unlink()
-            shutil.rmtree(folder / str(old))
+        if is_first_process():
+            run = {"step": step, "identity": _plain(identity), "files": _file_digests(new / ARRAYS)}
+            atomic_write(new / RUN, json.dumps(run | {"digest": _digest({}, run)}, indent=1))
+            for old in _steps(folder)[:-keep]:
+                (folder / str(old) / RUN).unlink()  # one deleted by half must not look complete
+                shutil.rmtree(folder / str(old))
+        wait_for_all(f"checkpoint {step} is written")
+    except jax.errors.JaxRuntimeError:  # no file is at fault: another process has gone
+        raise
     except Exception as error:  # Orbax, TensorStore and the operating system each have errors of their own.
-        with contextlib.suppress(OSError):
-            _delete_incomplete(folder)
+        if is_first_process():
+            with contextlib.suppress(OSError):
+                _delete_incomplete(folder)
         last = latest_step(folder)
         stays = "there is no older one" if last is None else f"the one of step {last} stays"
         raise CheckpointError(
             f"The checkpoint of step {step} cannot be written to {str(directory)!r} ({_reason(error)}); free disk "
             f"space and go on with --resume ({stays})."
         ) from error
+
+
+def _make_room(folder: Path, new: Path, size: int) -> None:
+    """Makes the folder, removes what a killed run left in it, and sees whether the disk takes `size` bytes.
+
+    Orbax's threads would print tracebacks of their own if it does not.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _delete_incomplete(folder)
+    atomic_write(new / "room", bytes(size))
+    (new / "room").unlink()
 
 
 def describe(directory: str | os.PathLike[str]) -> dict[str, Any]:

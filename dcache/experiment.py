@@ -115,6 +115,7 @@ class Experiment:
       teacher_batch: prompts that the teacher reads at once. checkpoint_every: steps between checkpoints.
       keep_checkpoints: how many of the newest stay. data, policy, learn, eval: see their classes.
       sharding: how the model and its prompts are spread over all devices, see `dcache.load.load`.
+      distributed: training runs as one process on each of several hosts that share the workdir (`dcache.sharding`).
     """
 
     name: str
@@ -130,6 +131,7 @@ class Experiment:
     learn: Any
     eval: EvalConfig
     sharding: str = "none"
+    distributed: bool = False
 
     def __post_init__(self):
         for field in ("teacher_batch", "checkpoint_every", "keep_checkpoints"):
@@ -138,13 +140,17 @@ class Experiment:
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed is {self.seed}; give a number from 0 to {2**32 - 1}.")
         parse(self.sharding)
+        if self.distributed and self.sharding == "none":
+            raise ConfigError(
+                "distributed is set with sharding 'none'; several processes need a mesh of all their devices."
+            )
         self.learn.check(self.policy)
 
     def identity(self) -> dict[str, Any]:
         """What decides the course of training, as plain values: a checkpoint of one identity fits no other."""
         fields = dataclasses.asdict(self)
         # Another mesh changes nothing but rounding.
-        for name in ("name", "checkpoint_every", "keep_checkpoints", "eval", "sharding"):
+        for name in ("name", "checkpoint_every", "keep_checkpoints", "eval", "sharding", "distributed"):
             del fields[name]
         return fields
 

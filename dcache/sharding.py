@@ -3,6 +3,9 @@
 A mesh is made once (`make_mesh`), weights are put on it (`param_shardings`), and everything else runs inside `on(mesh)`, where
 `constrain` pins the activations that decide the layout of a pass. Without a mesh nothing of this has an effect.
 
+Several processes (hosts) run the same command and make one mesh of all their devices; each holds its own shards. They agree on
+what cannot be seen in an array (whether to stop), and the first of them alone writes files.
+
 `pmap` is not used: upstream it is only maintained.
 """
 
@@ -12,12 +15,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dcache import cache as kv
 from dcache import model
 from dcache.axes import MESH_AXES, PRESETS, ShardingRules, constrain, parse, shards, spec
 from dcache.config import ModelConfig
+from dcache.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -42,6 +48,40 @@ def mesh_of(text: str) -> Mesh | None:
     """
     mesh = make_mesh(parse(text))
     return None if mesh.size == 1 else mesh
+
+
+def join_processes() -> None:
+    """Makes this process one of several, before anything is computed; nothing has to be said on Cloud TPU, SLURM or Kubernetes.
+
+    Raises:
+      ConfigError: there is no such environment, or the other processes cannot be reached.
+    """
+    try:
+        jax.distributed.initialize()
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"config.distributed is set, but the processes cannot find each other ({reason}); start the same command on every "
+            "host of a TPU slice, with srun, or in a Kubernetes job, or leave config.distributed off on one machine."
+        ) from error
+
+
+def is_first_process() -> bool:
+    """Whether this process is the one that writes files."""
+    return jax.process_index() == 0
+
+
+def wait_for_all(moment: str) -> None:
+    """Returns when all processes have come to this moment of the run; at once if there is one."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(moment)
+
+
+def anywhere(flag: bool) -> bool:
+    """Whether the flag is set in any process."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
 
 
 def on(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
@@ -89,6 +129,7 @@ def batch_sharding(mesh: Mesh, rules: ShardingRules) -> NamedSharding:
 
 
 __all__ = [
-    "MESH_AXES", "PRESETS", "ShardingRules", "batch_sharding", "cache_shardings", "constrain",
-    "make_mesh", "mesh_of", "on", "on_its_mesh", "param_shardings", "parse", "replicated", "shards",
+    "MESH_AXES", "PRESETS", "ShardingRules", "anywhere", "batch_sharding", "cache_shardings", "constrain", "is_first_process",
+    "join_processes", "make_mesh", "mesh_of", "on", "on_its_mesh", "param_shardings", "parse", "replicated", "shards",
+    "wait_for_all",
 ]  # fmt: skip

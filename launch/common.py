@@ -1,5 +1,6 @@
 """What the commands of this folder share. Importing it makes the package importable from a source checkout."""
 
+import os
 import platform
 import sys
 import warnings
@@ -22,7 +23,9 @@ def run(main: Callable[[list[str]], int | None]) -> None:
         try:
             return main(argv)
         except DcacheError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            if "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized():
+                os._exit(1)  # an orderly end would wait for the other processes, which may be gone
             return 1
 
     app.run(guarded, flags_parser=_parse)
@@ -81,6 +84,14 @@ def use_compilation_cache() -> None:
 def default_workdir(config: Any) -> Path:
     """runs/<name of the configuration>, with -seed<N> for every seed but 0."""
     return Path("runs") / (config.name + (f"-seed{config.seed}" if config.seed else ""))
+
+
+def check_one_process(experiment: Any) -> None:
+    """Raises ConfigError for what only training does: running as several processes."""
+    from dcache.errors import ConfigError
+
+    if experiment.distributed:
+        raise ConfigError("config.distributed is set, but only training runs on several hosts; leave it off here.")
 
 
 def read_budget(text: str) -> float | int:

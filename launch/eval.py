@@ -43,6 +43,7 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"Unknown argument {argv[1]!r}; options begin with --, see --help.")
     common.use_compilation_cache()
     experiment = from_config(_CONFIG.value)
+    common.check_one_process(experiment)
     folder = pathlib.Path(_WORKDIR.value or common.default_workdir(experiment))
     places = harness.labelled(_POLICY.value or [f"{experiment.method}={folder}"])
     methods = harness.check(experiment, {label: load_policy(place) for label, place in places.items()})

@@ -45,6 +45,7 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"Unknown argument {argv[1]!r}; options begin with --, see --help.")
     common.use_compilation_cache()
     experiment = from_config(_CONFIG.value)
+    common.check_one_process(experiment)
     prompt, budget = common.read_prompt(_PROMPT.value, _PROMPT_FILE.value), check(common.read_budget(_BUDGET.value))
     trained = Path(_WORKDIR.value or common.default_workdir(experiment)) / "policy"
     # A run that was named must have a policy; the default one may not have been trained yet.

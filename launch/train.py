@@ -28,17 +28,26 @@ def main(argv: list[str]) -> int:
     from dcache.errors import ConfigError
     from dcache.experiment import from_config
     from dcache.learn.loop import train
+    from dcache.sharding import is_first_process, join_processes
 
     if len(argv) > 1:
         raise ConfigError(f"Unknown argument {argv[1]!r}; options begin with --, see --help.")
     common.use_compilation_cache()
     experiment = from_config(_CONFIG.value)
+    if experiment.distributed:
+        join_processes()
     workdir = _WORKDIR.value or common.default_workdir(experiment)
     steps = experiment.learn.steps
     shapes = jax.tree.leaves(jax.eval_shape(experiment.policy.init, jax.random.key(0)))
     weights = f"{sum(leaf.size for leaf in shapes):,} weights"
-    print(f"Training {experiment.name} ({weights}), seed {experiment.seed}, for {steps} steps in {workdir}", flush=True)
+    if is_first_process():
+        print(
+            f"Training {experiment.name} ({weights}), seed {experiment.seed}, for {steps} steps in {workdir}",
+            flush=True,
+        )
     outcome = train(experiment, workdir, resume=_RESUME.value)
+    if not is_first_process():
+        return
     if outcome.step < outcome.steps:
         again = [word for word in sys.argv if word not in ("--resume", "--noresume")]
         print(f"Stopped and saved after step {outcome.step} of {outcome.steps}. Go on with:")

@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from configs import smollm2
 from dcache import model, sharding
 from dcache.attention import StatsRequest
 from dcache.axes import spec
 from dcache.config import PRESETS
 from dcache.errors import ConfigError
+from dcache.experiment import from_config
 from dcache.sharding import ShardingRules
 
 RULES = ShardingRules(data=2, fsdp=2, tensor=2)
@@ -101,3 +103,21 @@ def test_a_cache_has_axes_for_every_array(tiny):
     assert places.layers.stats.windows[4].spec == P(None, "data", "tensor", None)
     assert jax.tree.structure(places) == jax.tree.structure(cache)
     jax.tree.map(lambda place, x: place.shard_shape(x.shape), places, cache)
+
+
+def test_several_processes_need_a_mesh_and_a_cluster(monkeypatch):
+    config = smollm2.get_config("tiny")
+    config.distributed = True
+    with pytest.raises(ConfigError, match="a mesh of all their devices"):
+        from_config(config)
+    config.sharding = "data=2"
+    other = from_config(config)
+    # Where it runs is no part of what a run is: a checkpoint goes on anywhere.
+    assert other.identity() == from_config(smollm2.get_config("tiny")).identity()
+
+    def nobody():
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", nobody)
+    with pytest.raises(ConfigError, match="cannot find each other"):
+        sharding.join_processes()

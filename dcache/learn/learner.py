@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from dcache.attention import StatsRequest
@@ -24,6 +24,7 @@ from dcache.learn.blocks import Block, make_block, training_prompts, unseen_toke
 from dcache.learn.state import TrainState, start
 from dcache.load import LanguageModel
 from dcache.rollout import Trajectories, teach
+from dcache.sharding import replicated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +114,8 @@ class PromptLearner(Learner):
         step = functools.partial(
             self.step, model_config=lm.config, policy=experiment.policy, config=learn, **self.static()
         )
-        self.compiled = jax.jit(step, donate_argnums=0)
+        # The state and the numbers are small: whole on every device, so that each process can read them.
+        self.compiled = jax.jit(step, donate_argnums=0, out_shardings=None if lm.mesh is None else replicated(lm.mesh))
 
     @property
     def horizon(self) -> int:
@@ -144,7 +146,7 @@ class PromptLearner(Learner):
             taught = self.read(block)
             for place in range(step % size, min(size, steps - step + step % size)):
                 prompt = block.prompts[place]
-                yield Work(prompt.name, prompt.kind, self.tokens_read(prompt), (taught, jnp.int32(place)))
+                yield Work(prompt.name, prompt.kind, self.tokens_read(prompt), (taught, np.int32(place)))
             step += size - step % size
 
     def tokens_read(self, prompt: Prompt) -> int:
@@ -167,6 +169,6 @@ class PromptLearner(Learner):
         """The teacher's pass over a block; it decodes only if a prompt needs its own continuation."""
         return self._teach(
             self.lm.params, self.decode_params, tokens=block.tokens, length=block.length, given=block.given,
-            given_length=block.given_length, own=block.own, stop=jnp.asarray(self.lm.tokenizer.eos_ids, jnp.int32),
+            given_length=block.given_length, own=block.own, stop=np.asarray(self.lm.tokenizer.eos_ids, np.int32),
             decode=bool(block.own.any()), asked=block.asked, unseen=block.unseen,
         )  # fmt: skip

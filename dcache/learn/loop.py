@@ -28,7 +28,7 @@ from dcache.experiment import Experiment
 from dcache.learn.learner import Learner, Work
 from dcache.learn.state import TrainState
 from dcache.load import LanguageModel, load
-from dcache.sharding import mesh_of, on, replicated
+from dcache.sharding import anywhere, is_first_process, mesh_of, on, replicated
 from dcache.workdir import atomic_write, lock
 
 
@@ -57,16 +57,17 @@ def train(
       resume: go on from the newest checkpoint; if there is none, start. A finished run is left as it is.
       lm: the language model, if it is loaded already.
 
-    SIGTERM and SIGINT (once) let the current step finish and save.
+    SIGTERM and SIGINT (once) let the current step finish and save. Of several processes (`experiment.distributed`), which
+    see the same workdir, a signal to one stops all, and the first one writes.
 
     Raises:
       WorkdirError: another run holds the workdir, or it cannot be written.
       CheckpointError: the workdir holds a run and `resume` is not set, or its checkpoint is damaged or of another run.
-      TrainingError: a metric is not a finite number; the last checkpoint stays.
+      TrainingError: a metric is not a finite number, or another process has ended; the last checkpoint stays.
       ConfigError, LoadError: the model or the text does not fit or cannot be loaded.
     """
     steps, folder = experiment.learn.steps, Path(workdir) / "checkpoints"
-    with lock(workdir), _stop_signals() as stopped:
+    with _only_run(workdir), _stop_signals() as stopped, _others_alive(folder):
         start = checkpoint.latest_step(folder)
         if start is not None:
             if not resume:
@@ -77,7 +78,8 @@ def train(
             checkpoint.check_identity(folder, checkpoint.describe(folder)["identity"], _configured(experiment))
             if start >= steps:
                 return Outcome(start, steps, trained=False)
-        atomic_write(Path(workdir) / "config.json", json.dumps(dataclasses.asdict(experiment), indent=2) + "\n")
+        if is_first_process():
+            atomic_write(Path(workdir) / "config.json", json.dumps(dataclasses.asdict(experiment), indent=2) + "\n")
         module = importlib.import_module(experiment.policy.learner)
         mesh = lm.mesh if lm else mesh_of(experiment.sharding)
         with on(mesh):
@@ -87,6 +89,27 @@ def train(
             run = _Run(experiment, Path(workdir), learner, mesh)
             step = run.go(resumed=start is not None, stopped=stopped)
         return Outcome(step, steps, trained=True)
+
+
+def _only_run(workdir: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
+    """The workdir's lock, which the first of several processes holds for all."""
+    return lock(workdir) if is_first_process() else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _others_alive(folder: Path) -> Iterator[None]:
+    """Says what has happened where a step fails because another process has gone."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        last = checkpoint.latest_step(folder)
+        raise TrainingError(
+            f"Process {jax.process_index()} of {jax.process_count()} has lost another one, which has ended or cannot be "
+            f"reached ({str(error).strip().splitlines()[0][:200]}). Start all of them again with --resume: the run goes on "
+            f"from {'its start' if last is None else f'the checkpoint of step {last}'}."
+        ) from error
 
 
 def _configured(experiment: Experiment) -> dict[str, Any]:
@@ -104,7 +127,9 @@ class _Run:
     def go(self, *, resumed: bool, stopped: "_Stop") -> int:
         """Trains to the end or until stopped; returns the number of updates done."""
         experiment, learner = self.experiment, self.learner
-        weights_key, key = jax.random.split(jax.random.key(experiment.seed))
+        weights_key, key = jax.jit(
+            lambda: tuple(jax.random.split(jax.random.key(experiment.seed))), out_shardings=self.place
+        )()
         start = jax.jit(learner.init, out_shardings=self.place)
         if resumed:
             template = jax.eval_shape(start, weights_key)
@@ -114,11 +139,14 @@ class _Run:
             self.save(state, key)  # a full disk shows before any work is lost
         step = int(state.step)
         pending: tuple[int, Work, Mapping[str, jax.Array]] | None = None
-        writer = metrics.Writer(self.workdir, step)
-        with contextlib.closing(writer), _bar(step, experiment.learn.steps) as bar:
+        writer = metrics.Writer(self.workdir, step) if is_first_process() else None
+        with (
+            contextlib.closing(writer) if writer else contextlib.nullcontext(),
+            _bar(step, experiment.learn.steps) as bar,
+        ):
             log = _Log(writer, bar, experiment)
-            for work in learner.work(step, lambda: stopped.requested):
-                if stopped.requested:
+            for work in learner.work(step, lambda: jax.process_count() == 1 and stopped.requested):
+                if anywhere(stopped.requested):
                     break
                 state, values = learner.update(state, work, key)
                 step += 1
@@ -141,7 +169,8 @@ class _Run:
         """Writes policy and checkpoint, the policy first: where the last checkpoint is there, its policy is too."""
         experiment, step = self.experiment, int(state.step)
         meta = {"experiment": experiment.name, "seed": experiment.seed, "step": step, "model": self.learner.model_info}
-        checkpoint.save_policy(self.workdir / "policy", experiment.policy, state.average, meta)
+        if is_first_process():
+            checkpoint.save_policy(self.workdir / "policy", experiment.policy, state.average, meta)
         folder = self.workdir / "checkpoints"
         checkpoint.save(folder, step, state, key, self.identity, experiment.keep_checkpoints)
 
@@ -149,7 +178,7 @@ class _Run:
 class _Log:
     """Writes each step's numbers, and stops the run if one of them is not finite."""
 
-    def __init__(self, writer: metrics.Writer, bar: Any, experiment: Experiment):
+    def __init__(self, writer: metrics.Writer | None, bar: Any, experiment: Experiment):
         self._writer, self._bar = writer, bar
         self._last, self._compiling = time.monotonic(), True
         # As many steps as there are in a block, so that each window holds one pass of a teacher.
@@ -171,7 +200,8 @@ class _Log:
             numbers[f"kl@{numbers['ratio']:g}"] = numbers["kl"]
         numbers |= {"tokens_per_second": read / max(seconds, 1e-9), "seconds": now - self._last}
         self._last = now
-        self._writer.write(step, {**numbers, "kind": work.kind, "prompt": work.name})
+        if self._writer is not None:
+            self._writer.write(step, {**numbers, "kind": work.kind, "prompt": work.name})
         self._bar.set_postfix(shown, refresh=False)
         if self._compiling:  # the first step's time says nothing about the others'
             self._compiling = False
@@ -187,7 +217,10 @@ def _bar(step: int, steps: int) -> Any:
     from tqdm import tqdm
 
     interval = 0.2 if sys.stderr.isatty() else 30.0
-    return tqdm(total=steps, initial=step, desc="compiling", unit="step", mininterval=interval, smoothing=0.0)
+    return tqdm(
+        total=steps, initial=step, desc="compiling", unit="step", mininterval=interval, smoothing=0.0,
+        disable=not is_first_process(),
+    )  # fmt: skip
 
 
 class _Stop:
