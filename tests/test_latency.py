@@ -35,6 +35,12 @@ def test_parts_of_a_step_by_hand():
     assert (found["features_ms"], found["policy_ms"], found["tokens_per_second"]) == (0.0, 1000.0, 0.4)
 
 
+def test_a_table_for_the_terminal():
+    found = {"full": {"step_ms": 2.0}, "a": {"step_ms": 1.234, "policy_ms": 0.5}}
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in latency.text(found).splitlines()]
+    assert [lines[0], *lines[2:]] == [["method", "step ms", "policy ms"], ["full", "2", ""], ["a", "1.23", "0.5"]]
+
+
 def test_every_method_has_its_numbers(tiny, methods):
     found = latency.measure(tiny, methods, prompt=128, evict_every=8, repeats=2)
     assert list(found) == ["full", *methods]

@@ -109,7 +109,7 @@ TABLES = {
         },
         machine="two RTX 4090",
         note="The paper does not say how often its policy decides. Here attention is that of one new token, features and "
-        "policy are the time of one decision; see dcache/latency.py.",
+        "policy are the time of one decision (dcache/latency.py); a time below zero is smaller than the noise.",
     ),
     "table4": Table(
         "Table 4. Transfer to another model at 25%",

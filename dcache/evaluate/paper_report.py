@@ -203,10 +203,8 @@ def _line(plan: Plan, column: Column, cell: Cell, found: Sequence[Run], above: S
     if measured and column.quantity == "score":
         kept, warnings = _kept(plan, column, cell, measured, found, above)
         # One warning is enough: a share is less certain than a score.
-        remarks = [
-            *warnings,
-            *(r for r in remarks if not (warnings and r.startswith(("too wide", "no interval", "n=1")))),
-        ]
+        less = ("too wide", "no interval", "n=1") if warnings else ()
+        remarks = [*warnings, *(r for r in remarks if not r.startswith(less))]
     if measured:
         remarks = [*remarks, *_made_of(plan.tasks.get(column.tasks, ()), measured, QUANTITIES.get(column.quantity))]
     difference = number(cell.difference, digits) if cell.difference else ""
@@ -246,9 +244,7 @@ def _kept(
     if not tasks:
         return "full cache not above chance", []
     low = len(measured.tasks) - len(tasks)
-    remarks = (
-        [f"full cache not above chance on {low} of {len(measured.tasks)} tasks, left out of the share"] if low else []
-    )
+    remarks = [f"full cache not above chance on {low} of {len(measured.tasks)} tasks, left out of it"] if low else []
     if method == FULL[0]:
         return "", remarks
     kept = quantities.measured(found, "retention", method, column.budget, tasks, column.bin)
