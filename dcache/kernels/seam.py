@@ -140,6 +140,8 @@ def prompt_by_library(
         q, k.swapaxes(1, 2), v.swapaxes(1, 2), is_causal=True, query_seq_lengths=length, key_value_seq_lengths=length,
         local_window_size=None if sliding_window is None else (sliding_window - 1, 0), implementation=implementation,
     )  # fmt: skip
+    # What cuDNN leaves in the rows of padding is not documented, and a NaN there would spread to the caches of later layers.
+    out = jnp.where((position >= 0)[:, :, None, None], out, jnp.zeros_like(out))
     return out, *attention.tail_statistics(q, k, v, position, request, sliding_window)
 
 
