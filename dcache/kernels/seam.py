@@ -34,8 +34,8 @@ def attend(
     """`dcache.attention.attend`, by a kernel where one serves. Where a query sees nothing, a kernel's output is 0."""
     (b, t, n, _), (_, heads, slots) = q.shape, key_position.shape
     own = len(segments) == 1 and segments[0].k.shape[0] == b
-    fits = n // heads * slots <= decode.MOST_PROBABILITIES
-    if platform() == "tpu" and t == 1 and own and fits and weight is None and shards("sequence") == 1:
+    plain = own and weight is None and shards("sequence") == 1
+    if platform() == "tpu" and t == 1 and plain and decode.fits(n // heads, slots):
         return attend_on_tpu(q, segments[0], query_position, key_position, sliding_window)
     return attention.attend(q, segments, query_position, key_position, sliding_window, weight)
 

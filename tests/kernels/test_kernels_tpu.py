@@ -66,7 +66,8 @@ def test_kernels(devices, b, n, k, h, s, dtype, monkeypatch):
 def test_decode_over_the_longest_cache_that_the_seam_gives_it(devices):
     mesh = sharding.make_mesh(ShardingRules(), devices[:1])
     heads, group = 4, 7  # Qwen2.5-7B
-    slots = decode.MOST_PROBABILITIES // group
+    slots = decode.MOST_PROBABILITIES // 8
+    assert decode.fits(group, slots) and not decode.fits(group, slots + 1)
     with sharding.on(mesh):
 
         def shape(*size, dtype="bfloat16"):
