@@ -21,9 +21,14 @@ BLOCK = 2048
 microseconds to read: longer than a step of the grid costs beside."""
 
 MOST_PROBABILITIES = 2**20
-"""Most probabilities of one key/value head, G times S: 4 MiB, held twice, of the 16 MiB of VMEM that a kernel gets."""
+"""Most probabilities of one key/value head: 4 MiB, held twice, of the 16 MiB of VMEM that a kernel gets."""
 
 _MASKED = -1e30  # finite: a difference of two of them is 0 and not NaN
+
+
+def fits(group: int, slots: int) -> bool:
+    """Whether the probabilities of G query heads over S slots fit into VMEM, where rows come in registers of 8."""
+    return pl.cdiv(group, 8) * 8 * slots <= MOST_PROBABILITIES
 
 
 @functools.partial(jax.jit, static_argnames=("block", "interpret"))

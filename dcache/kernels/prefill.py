@@ -4,10 +4,10 @@ Two Pallas kernels. The first is the forward pass of FlashAttention (Dao et al.,
 it walks over blocks of keys with a running maximum and sum. A column sum needs the finished log-sum-exp of each query, so
 the second kernel walks over the keys once more (and reads no values): sum over queries of exp(logit - log-sum-exp).
 
-Inside the kernels keys lie on sublanes and queries on lanes. The numbers of a query (position, maximum, sum) are then rows
-that broadcast over a block of logits as they are, and all matrix products are plain ones. Blocks are 512 by 512: at 512
-queries a block of keys and values is used 512 times for each time it is read, twice what a v5e needs to be bound by
-arithmetic (197 TFLOP/s over 819 GB/s), and a block of float32 logits takes 1 MiB of the 16 MiB of VMEM that a kernel gets.
+Inside the kernels keys lie on sublanes and queries on lanes: the numbers of a query (position, maximum, sum) are rows that
+broadcast over a block of logits as they are. Blocks are 512 by 512. With 512 queries to a block of keys and values a kernel
+does 512 operations for each byte of bfloat16 that it reads, twice what a v5e needs to be bound by arithmetic (197 TFLOP/s over
+819 GB/s); a block of float32 logits takes 1 MiB of the 16 MiB of VMEM that a kernel gets.
 """
 
 import functools

@@ -34,8 +34,8 @@ def attend(
     """`dcache.attention.attend`, by a kernel where one serves. Where a query sees nothing, a kernel's output is 0."""
     (b, t, n, _), (_, heads, slots) = q.shape, key_position.shape
     own = len(segments) == 1 and segments[0].k.shape[0] == b
-    fits = n // heads * slots <= decode.MOST_PROBABILITIES
-    if platform() == "tpu" and t == 1 and own and fits and weight is None and shards("sequence") == 1:
+    plain = own and weight is None and shards("sequence") == 1
+    if platform() == "tpu" and t == 1 and plain and decode.fits(n // heads, slots):
         return attend_on_tpu(q, segments[0], query_position, key_position, sliding_window)
     return attention.attend(q, segments, query_position, key_position, sliding_window, weight)
 
@@ -140,6 +140,8 @@ def prompt_by_library(
         q, k.swapaxes(1, 2), v.swapaxes(1, 2), is_causal=True, query_seq_lengths=length, key_value_seq_lengths=length,
         local_window_size=None if sliding_window is None else (sliding_window - 1, 0), implementation=implementation,
     )  # fmt: skip
+    # What cuDNN leaves in the rows of padding is not documented, and a NaN there would spread to the caches of later layers.
+    out = jnp.where((position >= 0)[:, :, None, None], out, jnp.zeros_like(out))
     return out, *attention.tail_statistics(q, k, v, position, request, sliding_window)
 
 

@@ -33,7 +33,7 @@ def compiled(function, *shapes):
     return jax.jit(function).lower(*shapes).compile()
 
 
-# Mistral-7B and Llama-3-8B, the default model in both dtypes, and sizes that fill no register.
+# Mistral-7B and Llama-3-8B; the default model, in both dtypes; sizes that fill no register.
 SIZES = [
     (1, 32, 8, 128, 4096, "bfloat16"), (2, 9, 3, 64, 1000, "float32"), (2, 9, 3, 64, 2048, "bfloat16"),
     (2, 4, 2, 8, 100, "float32"),
@@ -66,7 +66,8 @@ def test_kernels(devices, b, n, k, h, s, dtype, monkeypatch):
 def test_decode_over_the_longest_cache_that_the_seam_gives_it(devices):
     mesh = sharding.make_mesh(ShardingRules(), devices[:1])
     heads, group = 4, 7  # Qwen2.5-7B
-    slots = decode.MOST_PROBABILITIES // group
+    slots = decode.MOST_PROBABILITIES // 8
+    assert decode.fits(group, slots) and not decode.fits(group, slots + 1)
     with sharding.on(mesh):
 
         def shape(*size, dtype="bfloat16"):
@@ -76,6 +77,7 @@ def test_decode_over_the_longest_cache_that_the_seam_gives_it(devices):
         compiled(decode.attend, shape(1, heads * group, 128), keys, keys, shape(1, heads, slots, dtype="bool"))
 
 
+@pytest.mark.parametrize("devices", ["v5e:2x4"], indirect=True)
 def test_mistral_7b_over_eight_chips(devices):
     # Prefill and decode step of the whole model, heads split over the chips: kernels inside, no layer's cache gathered.
     config, rules = PRESETS["mistral7b"], ShardingRules(tensor=8)
@@ -97,7 +99,7 @@ def test_mistral_7b_over_eight_chips(devices):
 
         program = compiled(read, params, tokens, length)
         text = program.as_text()
-        assert text.count("attend_prompt") and text.count("column_sums")
+        assert "attend_prompt" in text and "column_sums" in text
         memory = program.memory_analysis()
         chip = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
         assert chip < 16 * 2**30
