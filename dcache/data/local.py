@@ -3,6 +3,7 @@
 import functools
 import json
 import pathlib
+import zlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -87,8 +88,12 @@ def _bbh(folder: pathlib.Path, subtask: str) -> dict[str, Rows]:
 
 
 def _boolq(folder: pathlib.Path, _: str) -> dict[str, Rows]:
-    """Both the column of SuperGLUE (label, 0 or 1) and that of BoolQ itself (answer)."""
+    """Both the column of SuperGLUE (label, 0 or 1) and that of BoolQ itself (answer), in an order without meaning.
+
+    A file may be sorted by its answers, and its first items would then be of one class.
+    """
     found = _rows(folder / "boolq" / "boolq.jsonl", {"question": str, "passage": str, "answer": bool})
+    found.sort(key=lambda row: zlib.crc32(row["question"].encode()))
     columns = ("question", "passage", "answer")
     rows = [{key: row[key] for key in columns} | {"idx": i, "label": int(row["answer"])} for i, row in enumerate(found)]
     return {"validation": rows}

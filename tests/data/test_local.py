@@ -63,11 +63,15 @@ def test_every_bbh_task_is_known(manager, data):
 
 def test_boolq(manager, data):
     task = _load(manager, "boolq", data)
-    assert [task.doc_to_target(doc) for doc in task.eval_docs] == [1, 0]
+    assert {doc["question"]: task.doc_to_target(doc) for doc in task.eval_docs} == {"is it so": 1, "is it not so": 0}
+    first = task.eval_docs[0]["question"]
     assert [instance.args for instance in task.instances] == [
-        ("It is so.\nQuestion: is it so?\nAnswer:", f" {choice}") for choice in ("no", "yes")
+        (f"It is so.\nQuestion: {first}?\nAnswer:", f" {choice}") for choice in ("no", "yes")
     ]
-    assert local_dataset("google/boolq", None, data)["validation"]["answer"] == [True, False]
+    rows = [{"question": f"q{i}", "answer": i < 300, "passage": "p"} for i in range(400)]  # sorted by the answer
+    (data / "boolq" / "boolq.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answers = local_dataset("google/boolq", None, data)["validation"]["answer"]
+    assert sum(answers) == 300 and 25 <= sum(answers[:40]) <= 35
 
 
 def test_errors(manager, data):
