@@ -103,7 +103,7 @@ def describe(lm: LanguageModel, prompt: int) -> dict[str, Any]:
 
 def text(found: Mapping[str, Numbers]) -> str:
     """The numbers as a table for the terminal."""
-    names = list(max(found.values(), key=lambda row: len(row)))  # the full cache's row lacks some
+    names = max(found.values(), key=len)  # the full cache's row lacks some
     heads = ("method", *(name.replace("_", " ") for name in names))
     return grid(heads, [(label, *(f"{row[n]:.3g}" if n in row else "" for n in names)) for label, row in found.items()])
 
