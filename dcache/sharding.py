@@ -58,6 +58,8 @@ def join_processes() -> None:
     """
     try:
         jax.distributed.initialize()
+        # They connect now, before one of them is busy with loading: some transports wait for 30 seconds only.
+        wait_for_all("the start")
     except (ValueError, RuntimeError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(

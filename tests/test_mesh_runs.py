@@ -70,6 +70,7 @@ def check_nothing_large_is_whole(program, lm, cache):
         assert f"f32[{','.join(map(str, shape))}]" not in program
 
 
+@pytest.mark.slow  # the compiler needs most of a minute for each
 @pytest.mark.parametrize(("mesh", "estimator"), [("data=2,fsdp=2,tensor=2", "relaxed"), (SPLIT, "reinforce")])
 def test_training(texts, tmp_path, mesh, estimator):
     config = smollm2_config.get_config("tiny")
@@ -108,6 +109,7 @@ def some_prompt(number, kind, length):
     return Prompt(tokens, kind, following, (), f"{kind}{number}", "text")
 
 
+@pytest.mark.slow
 def test_evaluation():
     prompts = [some_prompt(0, "retrieval", 48), some_prompt(1, "retrieval", 40), some_prompt(2, "text", 44)]
     methods = {name: fidelity.heuristic(name) for name in ("h2o", "snapkv(window=4)", "h2o@sequence")}
