@@ -157,11 +157,11 @@ class _Run:
                 if step % experiment.checkpoint_every == 0 or step == experiment.learn.steps:
                     log(*pending)
                     pending = None
-                    writer.keep()
+                    log.keep()
                     self.save(state, key)
             if pending is not None:
                 log(*pending)
-                writer.keep()
+                log.keep()
                 self.save(state, key)
         return step
 
@@ -183,6 +183,11 @@ class _Log:
         self._last, self._compiling = time.monotonic(), True
         # As many steps as there are in a block, so that each window holds one pass of a teacher.
         self._window: collections.deque[tuple[int, float]] = collections.deque(maxlen=experiment.teacher_batch)
+
+    def keep(self) -> None:
+        """Makes sure that what was written stays, whatever happens to this process."""
+        if self._writer is not None:
+            self._writer.keep()
 
     def __call__(self, step: int, work: Work, values: Mapping[str, jax.Array]) -> None:
         numbers = {name: float(value) for name, value in jax.device_get(dict(values)).items()}
