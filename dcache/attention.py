@@ -12,6 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
+
+from dcache.axes import shards
 
 EMPTY = -1
 """Position of a cache slot that holds no token, and of a query that is padding."""
@@ -24,6 +27,7 @@ _MASKED = -1e30
 _LARGEST_EXPONENT = 60.0  # of what was left out; its exponential is finite in float32
 _QUERY_BLOCK = 128
 _MAX_KEY_PREFIXES = 8
+_SPLIT = "sequence"  # the mesh axis along which slots lie
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +170,33 @@ def attend(
     Returns:
       Output [B, T, N, H] in the dtype of q, and the probabilities f32[B, N, T, S].
     """
+    first, count = segments[0], shards(_SPLIT)
+    if count == 1 or first.k.shape[2] % count:
+        return _attend(q, segments, query_position, key_position, sliding_window, weight, split=False)
+
+    def local(q, first, rest, query_position, positions, weights):
+        # What is not split counts on the first device only.
+        once = jax.lax.axis_index(_SPLIT) == 0
+        key_position = jnp.concatenate([positions[0], jnp.where(once, positions[1], EMPTY)], axis=-1)
+        weight = None if weights is None else jnp.concatenate(weights, axis=-1)
+        out, probs = _attend(q, [first, *rest], query_position, key_position, sliding_window, weight, split=True)
+        own = first.k.shape[2]
+        return out, probs[..., :own], jax.lax.psum(probs[..., own:], _SPLIT)
+
+    def parts(x):
+        return None if x is None else tuple(jnp.split(x, [first.k.shape[2]], axis=-1))
+
+    whole, slots = PartitionSpec(), PartitionSpec(None, None, _SPLIT)
+    probs_slots = PartitionSpec(None, None, None, _SPLIT)
+    out, probs, rest = jax.shard_map(
+        local, in_specs=(whole, slots, whole, whole, (slots, whole), None if weight is None else (slots, whole)),
+        out_specs=(whole, probs_slots, whole), axis_names={_SPLIT},
+    )(q, first, tuple(segments[1:]), query_position, parts(key_position), parts(weight))  # fmt: skip
+    return out, jnp.concatenate([probs, rest], axis=-1) if segments[1:] else probs
+
+
+def _attend(q, segments, query_position, key_position, sliding_window, weight, *, split):
+    """`attend` of the slots on this device; `split`: others hold further slots, and softmax and output are merged."""
     b, t, n, h = q.shape
     kv_heads = key_position.shape[1]
     grouped = q.reshape(b, t, kv_heads, n // kv_heads, h)
@@ -175,32 +206,51 @@ def attend(
     seen = visible(query_position[:, None], key_position, sliding_window)  # [B, K, T, S]
     seen = jnp.einsum(f"bkts->{order.replace('g', '')}", seen)
     logits = jnp.where(seen[:, :, :, None], logits, _MASKED)
-    if weight is None:
-        probs = jax.nn.softmax(logits, axis=-1)
+    if weight is not None:
+        probs = weighted_softmax(logits, jnp.einsum(f"bks->{order[:2]}s", weight)[:, :, None, None], split=split)
+    elif split:  # the log-sum-exp of all slots: the largest logit, then the sum relative to it
+        probs = jnp.exp(logits - _largest(logits, split))
+        probs = probs / _total(probs, split)
     else:
-        probs = weighted_softmax(logits, jnp.einsum(f"bks->{order[:2]}s", weight)[:, :, None, None])
+        probs = jax.nn.softmax(logits, axis=-1)
     out, start = jnp.zeros((b, t, kv_heads, n // kv_heads, h), jnp.float32), 0
     for segment in segments:
         stop = start + segment.k.shape[2]
         out += _mix(probs[..., start:stop], segment.v, order)
         start = stop
+    if split:
+        out = jax.lax.psum(out, _SPLIT)
     by_head = jnp.einsum(f"{order}->bkgts", probs)
     return out.reshape(b, t, n, h).astype(q.dtype), by_head.reshape(b, n, t, start)
 
 
-def weighted_softmax(logits: Array, weight: Array) -> Array:
+def _largest(x: Array, split: bool) -> Array:
+    """Maximum over the last axis, on all devices; a constant for derivatives."""
+    largest = jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
+    return jax.lax.pmax(largest, _SPLIT) if split else largest
+
+
+def _total(x: Array, split: bool) -> Array:
+    """Sum over the last axis, on all devices."""
+    total = jnp.sum(x, axis=-1, keepdims=True)
+    return jax.lax.psum(total, _SPLIT) if split else total
+
+
+def weighted_softmax(logits: Array, weight: Array, *, split: bool = False) -> Array:
     """Softmax in which each entry counts by a weight in [0, 1]: w_i exp(l_i) / sum_j w_j exp(l_j), f32[..., S].
 
     Differentiable in the weights, also where they are zero: an entry that is left out has the derivative of its share.
     That derivative is exp(l_i) / Z with Z the sum over what is there, which has no bound if what was left out mattered
     most; its place takes exp(l_i) / (Z + exp(l_i)), the share that the entry would get if it came back.
+
+    With `split`, other devices hold further entries (see `attend`).
     """
     there = weight > 0.0
-    highest = jax.lax.stop_gradient(jnp.max(jnp.where(there, logits, _MASKED), axis=-1, keepdims=True))
+    highest = _largest(jnp.where(there, logits, _MASKED), split)
     mass = jnp.exp(jnp.minimum(logits - highest, _LARGEST_EXPONENT))
-    present = jax.lax.stop_gradient(jnp.sum(weight * mass, axis=-1, keepdims=True))
+    present = jax.lax.stop_gradient(_total(weight * mass, split))
     mass = jnp.where(there, mass, mass * jax.lax.stop_gradient(present / (present + mass)))
-    return weight * mass / jnp.sum(weight * mass, axis=-1, keepdims=True)
+    return weight * mass / _total(weight * mass, split)
 
 
 def attend_prompt(
@@ -219,7 +269,8 @@ def attend_prompt(
     """
     b, t, n, h = q.shape
     blocks = math.ceil(t / _QUERY_BLOCK)
-    per_prefix = math.ceil(blocks / _MAX_KEY_PREFIXES)
+    # Keys that are split over devices are not cut into prefixes: that would move them.
+    per_prefix = math.ceil(blocks / _MAX_KEY_PREFIXES) if shards(_SPLIT) == 1 else blocks
     mass = jnp.zeros((b, n, t), jnp.float32)
     outputs = []
     # Few key prefixes of static length: most of the causal triangle is skipped and compile time stays bounded.

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dcache.attention import EMPTY, Segment, Stats, StatsRequest
+from dcache.axes import constrain, shards
 from dcache.errors import BudgetError
 
 
@@ -82,6 +83,35 @@ class QueryMoments:
     frequencies: Array
 
 
+def axes(cache: Cache) -> Cache:
+    """The logical axes of every array of a cache (or of its shapes), in its structure; "." is never split over devices."""
+
+    def layer(at: LayerCache, lead: str) -> LayerCache:
+        # The tail behind a shared prompt is short: its slots are not split.
+        own: Any = f"{lead}BK.H" if cache.prompt is not None else f"{lead}BKSH"
+        slots: Any = f"{lead}BKS"
+        return LayerCache(own, own, slots, slots, jax.tree.map(lambda _: f"{lead}BNS", at.stats))
+
+    unrolled = isinstance(cache.layers, tuple)
+    shared: Any = "L.KSH"
+    per_sequence: Any = "B"
+    moments: Any = ("B", "BLNH", "BLN..", "B.")
+    return Cache(
+        layers=tuple(layer(at, "") for at in cache.layers) if unrolled else layer(cache.layers, "L"),
+        prompt=None if cache.prompt is None else Segment(shared, shared),
+        length=per_sequence,
+        rows=None if cache.rows is None else "B.S",
+        row_entropy=None if cache.row_entropy is None else "B.",
+        queries=None if cache.queries is None else QueryMoments(*moments),
+        hidden=None if cache.hidden is None else "BLSD",
+    )
+
+
+def laid_out(cache: Cache) -> Cache:
+    """The cache, pinned to its place on the current mesh if there is one."""
+    return jax.tree.map(lambda letters, x: constrain(x, letters), axes(cache), cache)
+
+
 def stacked(cache: Cache) -> LayerCache:
     """All layers of a cache with a leading axis L, whatever its layout."""
     if isinstance(cache.layers, tuple):
@@ -131,7 +161,7 @@ def from_prompt(
     norm = jnp.where(full >= 0, jnp.linalg.norm(v.astype(jnp.float32), axis=-1), 0.0)
     length = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
     entropy = None if rows is None else row_entropies(rows)
-    return Cache(LayerCache(k, v, full, norm, stats), None, length, rows, entropy, queries, hidden)
+    return laid_out(Cache(LayerCache(k, v, full, norm, stats), None, length, rows, entropy, queries, hidden))
 
 
 def row_entropies(rows: Array) -> Array:
@@ -224,10 +254,10 @@ def compact(cache: Cache, keep: Array, kept: int, room: int) -> Cache:
 
     new = map_layers(one, cache, order, survives)
     if cache.rows is None:
-        return new
+        return laid_out(new)
     # All layers and heads keep the same slots here, so those of the first stand for all.
     rows = jnp.where(survives[0, :, :1], jnp.take_along_axis(cache.rows, order[0, :, :1], axis=-1), 0.0)
-    return dataclasses.replace(new, rows=_pad(rows, room, 0))
+    return laid_out(dataclasses.replace(new, rows=_pad(rows, room, 0)))
 
 
 def _pad(x: Array, room: int, value: int, axis: int = -1) -> Array:
@@ -264,7 +294,9 @@ def share_prompt(cache: Cache, students: int, room: int) -> Cache:
 
     rows = None if cache.rows is None else _pad(repeat(cache.rows), room, 0)
     queries = jax.tree.map(repeat, cache.queries)
-    return Cache(own, Segment(layer.k, layer.v), repeat(cache.length), rows, repeat(cache.row_entropy), queries)
+    return laid_out(
+        Cache(own, Segment(layer.k, layer.v), repeat(cache.length), rows, repeat(cache.row_entropy), queries)
+    )
 
 
 def nbytes(cache: Cache, *, statistics: bool = False) -> int:
@@ -311,11 +343,16 @@ def select(cache: Cache, index: Array) -> Cache:
     """The cache of one sequence of a stacked batch: index int32 scalar -> batch size 1."""
 
     def pick(x: Array, axis: int) -> Array:
-        return jax.lax.dynamic_slice_in_dim(x, index, 1, axis)
+        if shards("data") * shards("fsdp") == 1:
+            return jax.lax.dynamic_slice_in_dim(x, index, 1, axis)
+        # A slice of a split axis would gather all sequences on every device; a sum of which one term counts does not.
+        here = jnp.arange(x.shape[axis]) == index
+        here = here.reshape([-1 if i == axis else 1 for i in range(x.ndim)])
+        return jnp.sum(jnp.where(here, x, 0), axis, x.dtype, keepdims=True)
 
     rest = dataclasses.replace(cache, layers=None, prompt=None)
     rest = jax.tree.map(lambda x: pick(x, 0), rest)
-    return dataclasses.replace(rest, layers=jax.tree.map(lambda x: pick(x, 1), cache.layers))
+    return laid_out(dataclasses.replace(rest, layers=jax.tree.map(lambda x: pick(x, 1), cache.layers)))
 
 
 def grow(cache: Cache, room: int) -> Cache:
@@ -328,4 +365,6 @@ def grow(cache: Cache, room: int) -> Cache:
         value_norm=_pad(layers.value_norm, room, 0),
         stats=jax.tree.map(lambda x: _pad(x, room, 0), layers.stats),
     )
-    return dataclasses.replace(cache, layers=grown, rows=None if cache.rows is None else _pad(cache.rows, room, 0))
+    return laid_out(
+        dataclasses.replace(cache, layers=grown, rows=None if cache.rows is None else _pad(cache.rows, room, 0))
+    )

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 import re
@@ -21,6 +22,7 @@ from dcache.config import PRESETS, ModelConfig
 from dcache.convert import cache_dir, default_model_dir, gguf_dir
 from dcache.errors import ConfigError, DcacheError, LoadError
 from dcache.model import init_params, param_specs, unstack
+from dcache.sharding import mesh_of, param_shardings, parse
 from dcache.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 Params = dict[str, Any]
@@ -49,23 +51,27 @@ class LanguageModel:
     Attributes:
       config: architecture. params: the weights, shaped as `dcache.model.param_specs(config)` says, in `config.dtype`.
       tokenizer: of the same model. name: what `load` was asked for.
+      mesh: the devices over which the weights lie (see `dcache.sharding`), or None for one device.
     """
 
     config: ModelConfig
     params: Params
     tokenizer: Tokenizer
     name: str
+    mesh: jax.sharding.Mesh | None = None
 
     @functools.cached_property
     def decode_params(self) -> Params:
         """The weights in the layout for decoding token by token: on CPU one dict per layer, a second copy in memory.
 
         There a scan over stacked layers copies each layer's weights before it uses them, which doubles the cost of a step.
+        Weights on a mesh exist once.
         """
-        return jax.jit(unstack)(self.params) if jax.default_backend() == "cpu" else self.params
+        alone = jax.default_backend() == "cpu" and self.mesh is None
+        return jax.jit(unstack)(self.params) if alone else self.params
 
 
-def load(name: str | os.PathLike[str], dtype: str = "float32") -> LanguageModel:
+def load(name: str | os.PathLike[str], dtype: str = "float32", sharding: str = "none") -> LanguageModel:
     """Loads a language model.
 
     Args:
@@ -73,27 +79,37 @@ def load(name: str | os.PathLike[str], dtype: str = "float32") -> LanguageModel:
         a Hugging Face directory, a `.gguf` file of the Llama architecture, or a hub id such as
         "mistralai/Mistral-7B-Instruct-v0.3".
       dtype: "float32" or "bfloat16", of weights, activations and cache.
+      sharding: how weights, cache and prompts are spread over all devices: a preset such as "v5e-8", or sizes such as
+        "data=2,tensor=4" (see `dcache.sharding`); "none" for one device.
 
     Raises:
       LoadError: the model cannot be found, fetched or read; the message says what to do.
-      ConfigError: unknown dtype, or an architecture or feature that the model code does not have.
+      ConfigError: unknown dtype or sharding, or an architecture or feature that the model code does not have.
     """
     name = os.fspath(name)
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"dtype is {dtype!r}; use 'float32' or 'bfloat16'.")
     if name == "tiny":
         config = dataclasses.replace(PRESETS["tiny"], dtype=dtype)
-        return LanguageModel(config, init_params(jax.random.key(0), config), ByteTokenizer(), name)
+        mesh, places = _places(config, sharding)
+        start = init_params if mesh is None else jax.jit(init_params, static_argnums=1, out_shardings=places)
+        return LanguageModel(config, start(jax.random.key(0), config), ByteTokenizer(), name, mesh)
     directory = find_directory(name)
     try:
-        return _read(name, directory, dtype)
+        return _read(name, directory, dtype, sharding)
     except LoadError as error:
         if directory.parent != cache_dir():
             raise
         raise LoadError(f"{error} Or delete {directory}: it is made anew by the next load.") from error
 
 
-def _read(name: str, directory: pathlib.Path, dtype: str) -> LanguageModel:
+def _places(config: ModelConfig, sharding: str) -> tuple[jax.sharding.Mesh | None, Params | None]:
+    """The mesh of `sharding`, and where each weight lies on it."""
+    mesh = mesh_of(sharding)
+    return mesh, None if mesh is None else param_shardings(config, parse(sharding), mesh)
+
+
+def _read(name: str, directory: pathlib.Path, dtype: str, sharding: str) -> LanguageModel:
     config = read_config(directory, dtype)
     tokenizer = load_tokenizer(directory)
     if tokenizer.vocab_size > config.vocab_size:
@@ -101,7 +117,8 @@ def _read(name: str, directory: pathlib.Path, dtype: str) -> LanguageModel:
             f"The tokenizer of {directory} has {tokenizer.vocab_size} tokens but the model only {config.vocab_size}; "
             "its files belong to different models, fetch them again."
         )
-    return LanguageModel(config, read_params(directory, config), tokenizer, name)
+    mesh, places = _places(config, sharding)
+    return LanguageModel(config, read_params(directory, config, places), tokenizer, name, mesh)
 
 
 def find_directory(name: str) -> pathlib.Path:
@@ -150,11 +167,15 @@ def read_config(directory: str | os.PathLike[str], dtype: str = "float32") -> Mo
         raise LoadError(f"{path} has a missing or malformed value ({error!r}); fetch it again.") from error
 
 
-def read_params(directory: str | os.PathLike[str], config: ModelConfig) -> Params:
+def read_params(directory: str | os.PathLike[str], config: ModelConfig, places: Params | None = None) -> Params:
     """Reads the weights of a Hugging Face directory into the tree of `param_specs(config)`, in `config.dtype`.
 
     One stacked tensor at a time is assembled on the host and put on the device, so that the host needs the model (where
-    the device is the host) plus the largest stacked tensor.
+    the device is the host) plus the largest stacked tensor. With `places`, it assembles only the parts that lie on its own
+    devices, and reads nothing else of the files.
+
+    Args:
+      places: the sharding of each weight (`dcache.sharding.param_shardings`), or None for one device.
 
     Raises:
       LoadError: no safetensors, a missing shard, a damaged file, a missing, superfluous or wrongly shaped tensor.
@@ -167,7 +188,8 @@ def read_params(directory: str | os.PathLike[str], config: ModelConfig) -> Param
         _check_names(files, sources, config, directory)
 
         def read(path: tuple[Any, ...], spec: Any) -> jax.Array:
-            return _read_stack(files, sources[path[-1].key], spec.shape, config)
+            place = None if places is None else functools.reduce(lambda tree, key: tree[key.key], path, places)
+            return _read_stack(files, sources[path[-1].key], spec.shape, config, place)
 
         # A TensorSpec is no registered pytree node, hence a leaf.
         return jax.tree_util.tree_map_with_path(read, specs)
@@ -297,21 +319,61 @@ def _weight_files(directory: pathlib.Path) -> Iterator[pathlib.Path]:
         yield directory / file
 
 
-def _read_stack(files: Mapping[str, _File], source: _Source, shape: tuple[int, ...], config: ModelConfig) -> jax.Array:
-    names = source.names(config)
-    whole = np.empty(shape, jnp.dtype(config.dtype))
-    # Without a layer axis the one tensor fills the whole array.
-    parts = whole if "{}" in source.name else whole[None]
-    for part, name in zip(parts, names, strict=True):
-        value = _read_tensor(files[name], name, source)
-        # Hugging Face has matrices as [out, in], we as [in, out]; only the embedding is a table of rows in both.
-        if value.ndim == 2 and not name.startswith("model.embed_tokens"):
-            value = value.T
-        part[...] = value.reshape(part.shape)
-    return jnp.asarray(whole)
+def _read_stack(
+    files: Mapping[str, _File], source: _Source, shape: tuple[int, ...], config: ModelConfig, place: Any
+) -> jax.Array:  # fmt: skip
+    """One weight of all layers, on one device or spread as the sharding `place` says."""
+
+    def assemble(index: tuple[slice, ...]) -> np.ndarray:
+        ranges = [range(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
+        part = np.empty([len(r) for r in ranges], jnp.dtype(config.dtype))
+        if "{}" not in source.name:  # without a layer axis the one tensor fills the whole array
+            part[...] = _read_part(files[source.name], source.name, source, shape, ranges)
+            return part
+        for row, layer in zip(part, ranges[0], strict=True):
+            name = source.name.format(layer)
+            row[...] = _read_part(files[name], name, source, shape[1:], ranges[1:])
+        return part
+
+    if place is None:
+        return jnp.asarray(assemble((slice(None),) * len(shape)))
+    # Devices that hold the same part share what was read.
+    once = functools.cache(lambda *bounds: assemble(tuple(slice(*b) for b in bounds)))
+    return jax.make_array_from_callback(
+        shape, place, lambda index: once(*((part.start, part.stop) for part in index)), jnp.dtype(config.dtype)
+    )
 
 
-def _read_tensor(file: _File, name: str, source: _Source) -> np.ndarray:
+def _read_part(
+    file: _File, name: str, source: _Source, shape: tuple[int, ...], ranges: list[range]
+) -> np.ndarray:  # fmt: skip
+    """The part `ranges` of one layer's weight of this shape, read without the rest of its tensor.
+
+    Hugging Face has matrices as [out, in] with heads and head dimension as one axis, we as [in, out] with two; only the
+    embedding is a table of rows in both.
+    """
+    transposed = len(source.shape) == 2 and not name.startswith("model.embed_tokens")
+    offset = source.rows.start or 0
+    count = source.shape[0] if source.rows.stop is None else source.rows.stop - offset
+    sizes = [count, *source.shape[1:]]
+    bounds: list[slice] = []
+    axis = 0
+    for size in reversed(sizes) if transposed else sizes:
+        inner = axis + 1
+        while math.prod(shape[axis:inner]) < size:  # our axes that make up this one of the file's
+            inner += 1
+        # Of these only the first is ever split: the head dimension is whole on every device.
+        step = math.prod(shape[axis + 1 : inner])
+        bounds.append(slice(ranges[axis].start * step, ranges[axis].stop * step))
+        axis = inner
+    if transposed:
+        bounds.reverse()
+    bounds[0] = slice(bounds[0].start + offset, bounds[0].stop + offset)
+    value = _read_tensor(file, name, source, tuple(bounds))
+    return (value.T if transposed else value).reshape([len(r) for r in ranges])
+
+
+def _read_tensor(file: _File, name: str, source: _Source, bounds: tuple[slice, ...]) -> np.ndarray:
     import safetensors
 
     try:
@@ -324,7 +386,7 @@ def _read_tensor(file: _File, name: str, source: _Source) -> np.ndarray:
                 f"{file.path}: {name} has the type {view.get_dtype()}; only F32, F16 and BF16 can be read, use the "
                 "unquantised model."
             )
-        return view[source.rows]
+        return view[bounds]
     except (OSError, safetensors.SafetensorError) as error:
         raise LoadError(f"{file.path} is damaged at {name} ({error}); delete it and fetch it again.") from error
 

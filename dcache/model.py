@@ -20,6 +20,7 @@ from jax import Array
 
 from dcache import cache as kv
 from dcache.attention import EMPTY, Segment, Stats, StatsRequest, accumulate, attend, attend_prompt
+from dcache.axes import constrain
 from dcache.config import ModelConfig
 
 Params = dict[str, Any]
@@ -188,7 +189,7 @@ def run_layers(body: Callable, carry: Any, layers: Any, state: Any) -> tuple[Any
 
 def embed(params: Params, tokens: Array) -> Array:
     """tokens int32[B, T] -> [B, T, D]."""
-    return params["embed"][tokens]
+    return constrain(params["embed"], "VD")[tokens]  # gathered along D, so that the result is not split along it
 
 
 def unembed(params: Params, x: Array, config: ModelConfig) -> Array:
@@ -220,7 +221,8 @@ def prefill(
         x, rows = carry
         h = rms_norm(x, p["attn_norm"], config.norm_eps)
         unrotated, q, k, v = qkv(p, h, index, config)
-        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+        q = constrain(q, "BTNH")
+        k, v = (constrain(x.swapaxes(1, 2), "BKSH") for x in (k, v))
         with jax.named_scope("attend"):
             attended, stats, layer_rows = attend_prompt(q, k, v, position, request, config.sliding_window)
         if rows is not None:
@@ -229,10 +231,12 @@ def prefill(
             norms = jnp.where(position[:, None] >= 0, _projected(p, v), 0.0)
             stats = dataclasses.replace(stats, projected=norms)
         moments = _moments(unrotated, position) if request.queries else None
-        return (finish(p, x, attended, config), rows), (k, v, stats, moments, h if request.hidden else None)
+        x = constrain(finish(p, x, attended, config), "BSD")
+        return (x, rows), (k, v, stats, moments, h if request.hidden else None)
 
     rows: Any = jnp.zeros((tokens.shape[0], request.rows, t), jnp.float32) if request.rows else None
-    (x, rows), (k, v, stats, moments, hidden) = run_layers(body, (embed(params, tokens), rows), params["layers"], None)
+    x = constrain(embed(params, tokens), "BSD")
+    (x, rows), (k, v, stats, moments, hidden) = run_layers(body, (x, rows), params["layers"], None)
     queries = None
     if moments is not None:
         count = jnp.sum(position >= kv.QueryMoments.SKIP, axis=1).astype(jnp.float32)
@@ -288,6 +292,7 @@ def extend_watched(
         x, rows = carry
         layer, prompt, weight_l = state
         unrotated, q, k, v = qkv(p, rms_norm(x, p["attn_norm"], config.norm_eps), position, config)
+        q, k, v = constrain(q, "BTNH"), constrain(k, "BTKH"), constrain(v, "BTKH")
         with jax.named_scope("cache_update"):
             filled = jnp.repeat(layer.position >= 0, group, axis=1)
             if start is None:
@@ -310,7 +315,7 @@ def extend_watched(
                 rows = rows + jnp.mean(probs, axis=1) / config.num_layers
             moments = None if cache.queries is None else _moments(unrotated, position)
         seen = watch(probs, layer.position)
-        return (finish(p, x, attended, config), rows), (layer, moments, seen)
+        return (constrain(finish(p, x, attended, config), "BTD"), rows), (layer, moments, seen)
 
     slots = kv.positions(cache).shape[-1]
     rows: Any = None if cache.rows is None else jnp.zeros((b, t, slots), jnp.float32)
@@ -322,7 +327,8 @@ def extend_watched(
         state = (cache.layers, cache.prompt, weight)
     if weight is not None:
         body = jax.checkpoint(body)
-    (x, rows), outs = run_layers(body, (embed(params, tokens), rows), params["layers"], state)
+    x = constrain(embed(params, tokens), "BTD")
+    (x, rows), outs = run_layers(body, (x, rows), params["layers"], state)
     # Scanned, the results of all layers are stacked; unrolled, they are a tuple with one of each.
     layers, moments, seen = tuple(zip(*outs, strict=True)) if isinstance(cache.layers, tuple) else outs
     new = dataclasses.replace(cache, layers=layers, length=cache.length + t)
@@ -330,7 +336,7 @@ def extend_watched(
         new = dataclasses.replace(new, queries=_add_moments(cache.queries, moments, position))
     if rows is not None:
         new = _add_rows(new, rows, position, kv.positions(cache)[0, :, 0] >= 0)
-    return x, new, seen
+    return x, kv.laid_out(new), seen
 
 
 def _put(norms: Array, new: Array, slots: Array) -> Array:
