@@ -179,7 +179,7 @@ def _keys(key: Array, step: Array, batch: int) -> Array:
     return jax.vmap(lambda i: jax.random.fold_in(at_step, i))(jnp.arange(batch, dtype=jnp.int32))
 
 
-_JITTED = {
+PROGRAMS = {
     "start": jax.jit(_start, static_argnums=0),
     "decode": jax.jit(_decode, static_argnums=0, donate_argnums=3),
 }
@@ -187,7 +187,7 @@ _JITTED = {
 
 @functools.lru_cache(maxsize=64)
 def _compiled(name: str, plan: _Plan, tree: Any, shapes: tuple) -> Any:
-    return _JITTED[name].lower(plan, *jax.tree.unflatten(tree, shapes)).compile()
+    return PROGRAMS[name].lower(plan, *jax.tree.unflatten(tree, shapes)).compile()
 
 
 def _compile(name: str, plan: _Plan, *args: Any) -> Any:
@@ -196,7 +196,7 @@ def _compile(name: str, plan: _Plan, *args: Any) -> Any:
     return _compiled(name, plan, tree, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves))
 
 
-def _make_plan(
+def make_plan(
     lm: LanguageModel, policy: Policy, budget: float | int, length: int, new: int, evict_every: int, greedy: bool
 ) -> _Plan:
     """Sizes for prompts padded to `length`, of which none keeps more than the longest possible one would."""
@@ -240,7 +240,7 @@ def generate(
     shortest = min(len(p) for p in prompts)
     policy = trained.policy.bind(lm.tokenizer).fit(budgets.tokens_kept(budget, shortest))
     tokens, length = pad_prompts(prompts)
-    plan = _make_plan(lm, policy, budget, tokens.shape[1], max_new_tokens, evict_every, temperature == 0.0)
+    plan = make_plan(lm, policy, budget, tokens.shape[1], max_new_tokens, evict_every, temperature == 0.0)
     encoded = jnp.float32(budgets.encode(budget))
     sampling = (jnp.float32(temperature or 1.0), jnp.float32(top_p), jax.random.key(seed))
 
