@@ -355,11 +355,19 @@ def ring_bytes(kind: str, given: float, chips: int) -> float:
 
 
 def _group_size(rest: str) -> int:
-    """Chips that take part in a collective together: groups are listed, or written as [groups, chips]<=[...]."""
+    """Chips that take part in a collective together.
+
+    Three spellings: all groups ({{0,1},{2,3}}), their number and size ([2,4]<=[8]), or axes of a mesh and those along which
+    the groups lie (mesh['a'=2,'b'=4] {'b'}; of an axis perhaps a part, 'b':(2)2, whose size comes last).
+    """
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", rest):
         return int(found[1])
     if found := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
         return len(found[1].split(","))
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", rest):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
+        along = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found[2])
+        return math.prod(int(part) if part else sizes[name] for name, part in along)
     return 1
 
 
