@@ -43,6 +43,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.teacher_batch = 4
     config.checkpoint_every = 20
     config.keep_checkpoints = 2
+    config.sharding = "none"
     config.data = ConfigDict(dict(source="installed", length=512, retrieval=0.5, held_out=0.3, trajectory="mixed"))
     config.policy = ConfigDict(dataclasses.asdict(ForesightKV(block=64, shape=(30, 3, 3, 64))))
     config.learn = ConfigDict(dataclasses.asdict(ForesightConfig(horizon=32)))

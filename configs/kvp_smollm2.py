@@ -41,6 +41,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.teacher_batch = 1
     config.checkpoint_every = 100
     config.keep_checkpoints = 2
+    config.sharding = "none"
     config.data = ConfigDict(dict(source="installed", length=1024, retrieval=0.5, held_out=0.3, trajectory="given"))
     config.policy = ConfigDict(dataclasses.asdict(KVP(heads=(30, 3), width=64, hidden=64)))
     config.learn = ConfigDict(

@@ -47,6 +47,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.teacher_batch = 4
     config.checkpoint_every = 100
     config.keep_checkpoints = 3
+    config.sharding = "none"
     config.data = ConfigDict(
         dict(source="longbench+gsm8k", length=4096, retrieval=1.0, held_out=0.3, trajectory="teacher")
     )  # fmt: skip

@@ -50,6 +50,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.teacher_batch = 8
     config.checkpoint_every = 5
     config.keep_checkpoints = 2
+    config.sharding = "none"
     config.data = ConfigDict(dict(source="installed", length=192, retrieval=1.0, held_out=0.3, trajectory="teacher"))
     config.policy = ConfigDict(dataclasses.asdict(RLKV()))
     learn = RLKVConfig(

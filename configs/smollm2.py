@@ -57,6 +57,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.teacher_batch = 8
     config.checkpoint_every = 20
     config.keep_checkpoints = 2
+    config.sharding = "none"
     config.data = ConfigDict(dict(source="installed", length=512, retrieval=0.5, held_out=0.3, trajectory="mixed"))
     # Where training starts: attention received, from all queries, from the last one and from the recent ones.
     prior = {"alpha": 1.0, "last_upper_near": 2.0, "last_max_upper_near": 1.0, "window_mean_upper_near": 1.0}

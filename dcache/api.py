@@ -22,6 +22,7 @@ from dcache.load import LanguageModel
 from dcache.policies import REGISTRY, around, innermost, make, parse
 from dcache.policies.base import Policy, Trained, keep_set, read, spread
 from dcache.policies.wrapper import Wrapper
+from dcache.sharding import on_its_mesh
 
 PRETRAINED = pathlib.Path(__file__).resolve().parent.parent / "policies"
 """Policies that this project trained, `<model>-<policy>/`; a learned policy's name stands for the one in here."""
@@ -108,6 +109,7 @@ def _described(text: str) -> Trained:
     return around(trained, policy) if isinstance(policy, Wrapper) else trained
 
 
+@on_its_mesh
 def logits(lm: LanguageModel, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
     """Logits of the full-cache model after every token: int[T] -> f32[T, V].
 
@@ -146,6 +148,7 @@ def _follow(params, config, policy, weights, tokens, length, continuation, count
     return first[0], teacher, student[0], rollout.kl_divergence(teacher, student[0])
 
 
+@on_its_mesh
 def score(
     lm: LanguageModel,
     tokens: Sequence[int] | np.ndarray,
@@ -170,6 +173,7 @@ def score(
     return np.asarray(scores[..., : len(tokens)])
 
 
+@on_its_mesh
 def keep(
     lm: LanguageModel, tokens: Sequence[int] | np.ndarray, policy: str | Policy | Trained, budget: float | int, *,
     seed: int = 0, **settings: Any,
@@ -191,6 +195,7 @@ def keep(
     return np.asarray(kept[..., : len(tokens)])
 
 
+@on_its_mesh
 def fidelity(
     lm: LanguageModel, prompt_tokens: Sequence[int] | np.ndarray, continuation_tokens: Sequence[int] | np.ndarray,
     policy: str | Policy | Trained, budget: float | int, *, evict_every: int = 0, seed: int = 0, **settings: Any,

@@ -104,13 +104,15 @@ def describe(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def restore(
-    directory: str | os.PathLike[str], template: TrainState, identity: Mapping[str, Any]
-) -> tuple[TrainState, Array]:
+    directory: str | os.PathLike[str], template: TrainState, identity: Mapping[str, Any],
+    place: jax.sharding.Sharding | None = None,
+) -> tuple[TrainState, Array]:  # fmt: skip
     """Reads the newest checkpoint.
 
     Args:
       template: a state of the same shapes and types; its values do not matter (`jax.eval_shape` gives one).
       identity: of the run that wants to go on; see `save`.
+      place: where the state shall lie, whatever the mesh on which it was saved; None for the first device.
 
     Returns:
       The state, and the run's typed random key.
@@ -128,7 +130,7 @@ def restore(
     changed = sorted(name for name in files.keys() | run["files"].keys() if files.get(name) != run["files"].get(name))
     if changed:
         raise _damaged(directory, run["step"], f"{ARRAYS}/{changed[0]} is missing or has changed")
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    device = place or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     tree = {"state": template, "key": jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))}
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), tree)
     try:

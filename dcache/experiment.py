@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from dcache import budget
+from dcache.axes import parse
 from dcache.errors import ConfigError
 from dcache.policies import REGISTRY
 
@@ -96,6 +97,7 @@ class Experiment:
       model, dtype: see `dcache.load.load`. seed: of weights, keep-sets and prompts.
       teacher_batch: prompts that the teacher reads at once. checkpoint_every: steps between checkpoints.
       keep_checkpoints: how many of the newest stay. data, policy, learn, eval: see their classes.
+      sharding: how the model and its prompts are spread over all devices, see `dcache.load.load`.
     """
 
     name: str
@@ -110,6 +112,7 @@ class Experiment:
     policy: Any
     learn: Any
     eval: EvalConfig
+    sharding: str = "none"
 
     def __post_init__(self):
         for field in ("teacher_batch", "checkpoint_every", "keep_checkpoints"):
@@ -117,12 +120,14 @@ class Experiment:
                 raise ConfigError(f"{field} is {getattr(self, field)}; give 1 or more.")
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed is {self.seed}; give a number from 0 to {2**32 - 1}.")
+        parse(self.sharding)
         self.learn.check(self.policy)
 
     def identity(self) -> dict[str, Any]:
         """What decides the course of training, as plain values: a checkpoint of one identity fits no other."""
         fields = dataclasses.asdict(self)
-        for name in ("name", "checkpoint_every", "keep_checkpoints", "eval"):
+        # Another mesh changes nothing but rounding.
+        for name in ("name", "checkpoint_every", "keep_checkpoints", "eval", "sharding"):
             del fields[name]
         return fields
 

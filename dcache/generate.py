@@ -15,15 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding
 
 from dcache import budget as budgets
 from dcache import cache as kv
 from dcache import model
 from dcache.attention import StatsRequest
+from dcache.axes import constrain
 from dcache.config import ModelConfig
 from dcache.errors import ConfigError
 from dcache.load import LanguageModel
 from dcache.policies.base import Policy, Trained, keep_set, read
+from dcache.sharding import on_its_mesh
 from dcache.tokenizer import StreamDecoder, Tokenizer
 
 _CHUNK = 16
@@ -141,7 +144,7 @@ def _start(
     if not plan.evict_every:  # statistics serve no further eviction
         cache = kv.restrict(cache, StatsRequest())
     cache = kv.compact(cache, keep, plan.kept, plan.room)
-    return first, kv.unstack(cache) if plan.unrolled else cache
+    return constrain(first, "."), kv.unstack(cache) if plan.unrolled else cache
 
 
 def _decode(
@@ -170,7 +173,7 @@ def _decode(
         return (cache, token), token
 
     (cache, token), tokens = jax.lax.scan(one, (cache, token), jnp.arange(plan.chunk, dtype=jnp.int32))
-    return cache, token, tokens.T
+    return cache, constrain(token, "."), constrain(tokens.T, "..")  # the host of every device reads all tokens
 
 
 def _keys(key: Array, step: Array, batch: int) -> Array:
@@ -193,7 +196,14 @@ def _compiled(name: str, plan: _Plan, tree: Any, shapes: tuple) -> Any:
 def _compile(name: str, plan: _Plan, *args: Any) -> Any:
     """The executable for arguments of these shapes, compiled ahead so that no timing contains a compilation."""
     leaves, tree = jax.tree.flatten(args)
-    return _compiled(name, plan, tree, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves))
+    return _compiled(name, plan, tree, tuple(_shape(x) for x in leaves))
+
+
+def _shape(x: Array) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an array, and its place if it lies on a mesh."""
+    return jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=x.sharding if isinstance(x.sharding, NamedSharding) else None
+    )
 
 
 def make_plan(
@@ -210,6 +220,8 @@ def make_plan(
     if evict_every:
         # Between two evictions `evict_every` tokens come on top of a budget that grows with the tokens seen.
         room = min(new, most(length + new) - kept + evict_every)
+    if lm.mesh is not None:  # slots that are split over devices come in equal parts
+        room += -(kept + room) % lm.mesh.shape["sequence"]
     return _Plan(
         config=lm.config, policy=policy, evict_every=evict_every, kept=kept, room=room,
         chunk=min(evict_every or _CHUNK, max(new - 1, 1)), greedy=greedy,
@@ -217,6 +229,7 @@ def make_plan(
     )  # fmt: skip
 
 
+@on_its_mesh
 def generate(
     lm: LanguageModel, prompts: Sequence[np.ndarray], trained: Trained, budget: float | int, *, max_new_tokens: int,
     temperature: float, top_p: float, seed: int, evict_every: int, on_tokens: Callable[[np.ndarray], None] | None = None,

@@ -352,7 +352,7 @@ def _read_stack(
     # Devices that hold the same part share what was read.
     once = functools.cache(lambda *bounds: assemble(tuple(slice(*b) for b in bounds)))
     return jax.make_array_from_callback(
-        shape, place, lambda index: once(*((part.start, part.stop) for part in index)), jnp.dtype(config.dtype)
+        shape, place, lambda index: once(*((part.start, part.stop) for part in index or ())), jnp.dtype(config.dtype)
     )
 
 

@@ -7,8 +7,9 @@ A mesh is made once (`make_mesh`), weights are put on it (`param_shardings`), an
 """
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -17,6 +18,8 @@ from dcache import cache as kv
 from dcache import model
 from dcache.axes import MESH_AXES, PRESETS, ShardingRules, constrain, parse, shards, spec
 from dcache.config import ModelConfig
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def make_mesh(rules: ShardingRules, devices: Sequence[Any] | None = None) -> Mesh:
@@ -46,6 +49,17 @@ def on(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
+def on_its_mesh(function: F) -> F:
+    """Lets a function whose first argument is a language model run on that model's mesh."""
+
+    @functools.wraps(function)
+    def wrapped(lm: Any, *args: Any, **kwargs: Any) -> Any:
+        with on(lm.mesh):
+            return function(lm, *args, **kwargs)
+
+    return wrapped  # type: ignore[return-value]
+
+
 def param_shardings(config: ModelConfig, rules: ShardingRules, mesh: Mesh) -> model.Params:
     """Where each weight lies, in the structure of `model.param_specs` (layers stacked)."""
 
@@ -64,6 +78,11 @@ def cache_shardings(cache: Any, rules: ShardingRules, mesh: Mesh) -> Any:
     return jax.tree.map(place, kv.axes(cache), cache)
 
 
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Of what is small, whole on every device: a policy's weights and optimiser."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
 def batch_sharding(mesh: Mesh, rules: ShardingRules) -> NamedSharding:
     """Of arrays with a leading axis B that `data` times `fsdp` divides."""
     return NamedSharding(mesh, PartitionSpec(rules.ACTIVATIONS["B"]))
@@ -71,5 +90,5 @@ def batch_sharding(mesh: Mesh, rules: ShardingRules) -> NamedSharding:
 
 __all__ = [
     "MESH_AXES", "PRESETS", "ShardingRules", "batch_sharding", "cache_shardings", "constrain",
-    "make_mesh", "mesh_of", "on", "param_shardings", "parse", "shards",
+    "make_mesh", "mesh_of", "on", "on_its_mesh", "param_shardings", "parse", "replicated", "shards",
 ]  # fmt: skip

@@ -53,7 +53,9 @@ def main(argv: list[str]) -> None:
         return
     out = folder / "eval"
     with workdir.lock(out):
-        header, records = harness.run(load(experiment.model, experiment.dtype), experiment, methods, out)
+        header, records = harness.run(
+            load(experiment.model, experiment.dtype, experiment.sharding), experiment, methods, out
+        )
         drawn = {label: place / metrics.FILE for label, place in places.items() if (place / metrics.FILE).is_file()}
         command = f"python {shlex.join(sys.argv)}"
         title = f"Cache eviction: {experiment.name}"
@@ -66,7 +68,7 @@ def _run_tasks(experiment, methods, out: pathlib.Path) -> None:
     from dcache.evaluate import benchmark, fidelity, peers
     from dcache.load import load
 
-    lm = load(experiment.model, experiment.dtype)
+    lm = load(experiment.model, experiment.dtype, experiment.sharding)
     arms = fidelity.make_arms(methods, experiment.eval.budgets, experiment.data.length)
     with workdir.lock(out):
         settings = benchmark.settings_of(experiment, lm)

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
     policy = dcache.resolve(name)
     if shipped and experiment.model != "smollm2":
         print(f"note: no policy was trained for {experiment.model!r} yet; using the one for 'smollm2'", file=sys.stderr)
-    lm = dcache.load(experiment.model, experiment.dtype)
+    lm = dcache.load(experiment.model, experiment.dtype, experiment.sharding)
 
     def write(text: str) -> None:
         print(text, end="", flush=True)

@@ -59,7 +59,9 @@ def main(argv: list[str]) -> int:
     experiment = dataclasses.replace(experiment, eval=chosen)
     methods = harness.check(experiment, trained)
     with workdir.lock(folder):
-        header, records = harness.run(load(experiment.model, experiment.dtype), experiment, methods, folder)
+        header, records = harness.run(
+            load(experiment.model, experiment.dtype, experiment.sharding), experiment, methods, folder
+        )
         harness.publish(
             header, records, experiment, folder, title="The learning experiment",
             commands=["python launch/learning.py", *(f"python {' '.join(c)}" for c in commands)],

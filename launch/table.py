@@ -96,7 +96,7 @@ def main(argv: list[str]) -> None:
     for label in [label for label, found in trained.items() if found.policy.name == "rlkv"]:
         trained[f"{label}-random"] = rlkv.shuffled(trained[label], jax.random.key(0))
     folder = pathlib.Path(_WORKDIR.value)
-    lm = load(experiment.model, experiment.dtype)
+    lm = load(experiment.model, experiment.dtype, experiment.sharding)
 
     with workdir.lock(folder):
         chosen = {family: settings[0] for family, settings in _SETTINGS.items()}

@@ -26,6 +26,7 @@ from dcache.evaluate import records, shared, statistics
 from dcache.evaluate.fidelity import Arm, budget_name
 from dcache.experiment import Experiment
 from dcache.load import LanguageModel
+from dcache.sharding import on_its_mesh
 
 _LOG = logging.getLogger(__name__)
 
@@ -173,6 +174,7 @@ def describe(
     }
 
 
+@on_its_mesh
 def run(
     lm: LanguageModel, settings: Settings, arms: Sequence[Arm], path: pathlib.Path
 ) -> tuple[Record, list[Record]]:  # fmt: skip

@@ -17,6 +17,7 @@ from dcache.data.prompts import Prompt
 from dcache.errors import CheckpointError, ConfigError, DcacheError
 from dcache.evaluate import fidelity
 from dcache.load import LanguageModel
+from dcache.sharding import on_its_mesh
 
 Record = dict[str, Any]
 
@@ -62,6 +63,7 @@ def digest(parts) -> str:
     return found.hexdigest()[:16]
 
 
+@on_its_mesh
 def run(
     lm: LanguageModel, prompts: Sequence[Prompt], arms: Sequence[fidelity.Arm], settings: fidelity.Settings,
     path: str | os.PathLike[str],

@@ -23,6 +23,7 @@ from dcache.errors import ConfigError, DcacheError
 from dcache.generate import check_tokens, generate, pad_prompts
 from dcache.load import LanguageModel
 from dcache.policies.base import Policy, Trained, read, spread
+from dcache.sharding import on_its_mesh
 
 SIGNALS = ("alpha", "vnorm", "sigma", "entropy")
 """Signals that are recorded of every prompt token, at granularity "sequence" (see `dcache.signals`)."""
@@ -115,6 +116,7 @@ def _student(
     return keep[:, :, 0], scores[:, 0], rollout.kl_divergence(log_p, log_q[0]), choice
 
 
+@on_its_mesh
 def trace(
     lm: LanguageModel, prompt_tokens: Sequence[int] | np.ndarray, methods: Mapping[str, Trained], budget: float | int, *,
     new_tokens: int = 32, evict_every: int = 8, seed: int = 0,

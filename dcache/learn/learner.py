@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dcache import model
 from dcache.attention import StatsRequest
 from dcache.data.prompts import Prompt
 from dcache.errors import ConfigError
@@ -103,9 +102,7 @@ class PromptLearner(Learner):
         self.stream, digest = training_prompts(data, lm.tokenizer, self.horizon, experiment.seed)
         self.model_info = {"name": lm.name, **dataclasses.asdict(lm.config)}
         self.identity = {"architecture": self.model_info, "training_text": digest}
-        # Unrolled layers save CPUs one copy of the cache per token; elsewhere the scan compiles faster.
-        on_cpu = jax.default_backend() == "cpu"
-        self.decode_params = jax.jit(model.unstack)(lm.params) if on_cpu else lm.params
+        self.decode_params = lm.decode_params
         observers = tuple(policy.bind(lm.tokenizer) for policy in self.observers())
         self._teach = jax.jit(
             functools.partial(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from dcache import checkpoint, metrics
 from dcache.errors import CheckpointError, TrainingError
@@ -27,6 +28,7 @@ from dcache.experiment import Experiment
 from dcache.learn.learner import Learner, Work
 from dcache.learn.state import TrainState
 from dcache.load import LanguageModel, load
+from dcache.sharding import mesh_of, on, replicated
 from dcache.workdir import atomic_write, lock
 
 
@@ -77,8 +79,13 @@ def train(
                 return Outcome(start, steps, trained=False)
         atomic_write(Path(workdir) / "config.json", json.dumps(dataclasses.asdict(experiment), indent=2) + "\n")
         module = importlib.import_module(experiment.policy.learner)
-        learner = module.Learner(experiment, Path(workdir), lambda: lm or load(experiment.model, experiment.dtype))
-        step = _Run(experiment, Path(workdir), learner).go(resumed=start is not None, stopped=stopped)
+        mesh = lm.mesh if lm else mesh_of(experiment.sharding)
+        with on(mesh):
+            learner = module.Learner(
+                experiment, Path(workdir), lambda: lm or load(experiment.model, experiment.dtype, experiment.sharding)
+            )
+            run = _Run(experiment, Path(workdir), learner, mesh)
+            step = run.go(resumed=start is not None, stopped=stopped)
         return Outcome(step, steps, trained=True)
 
 
@@ -89,18 +96,19 @@ def _configured(experiment: Experiment) -> dict[str, Any]:
 class _Run:
     """The parts of a run: the learner and where results go."""
 
-    def __init__(self, experiment: Experiment, workdir: Path, learner: Learner):
+    def __init__(self, experiment: Experiment, workdir: Path, learner: Learner, mesh: Mesh | None):
         self.experiment, self.workdir, self.learner = experiment, workdir, learner
+        self.place = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if mesh is None else replicated(mesh)
         self.identity = _configured(experiment) | learner.identity
 
     def go(self, *, resumed: bool, stopped: "_Stop") -> int:
         """Trains to the end or until stopped; returns the number of updates done."""
         experiment, learner = self.experiment, self.learner
         weights_key, key = jax.random.split(jax.random.key(experiment.seed))
-        start = jax.jit(learner.init)
+        start = jax.jit(learner.init, out_shardings=self.place)
         if resumed:
             template = jax.eval_shape(start, weights_key)
-            state, key = checkpoint.restore(self.workdir / "checkpoints", template, self.identity)
+            state, key = checkpoint.restore(self.workdir / "checkpoints", template, self.identity, self.place)
         else:
             state = start(weights_key)
             self.save(state, key)  # a full disk shows before any work is lost
