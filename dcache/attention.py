@@ -1,4 +1,4 @@
-"""Attention, and the statistics of it that eviction policies read. The one seam where a kernel may replace the reference.
+"""Attention, and the statistics of it that eviction policies read: the reference, behind the seam `dcache.kernels.seam`.
 
 No matrix of all queries by all keys is ever held: the prefill runs over blocks of queries and recomputes nothing, so its
 memory is linear in the prompt. Logits, softmax and statistics are float32 whatever the dtype of the cache.
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from dcache.axes import shards
+from dcache.axes import platform, shards
 
 EMPTY = -1
 """Position of a cache slot that holds no token, and of a query that is padding."""
@@ -131,7 +131,7 @@ def visible(query_position: Array, key_position: Array, sliding_window: int | No
 
 def _einsum(spec: str, x: Array, y: Array) -> Array:
     """A product of two tensors of one dtype, accumulated and returned in float32."""
-    if x.dtype != jnp.float32 and jax.default_backend() == "cpu":
+    if x.dtype != jnp.float32 and platform() == "cpu":
         # XLA's CPU backend has no batched bfloat16 product with a float32 result.
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
@@ -302,12 +302,14 @@ def attend_prompt(
         if request.mass:
             mass = mass.at[:, :, :stop].add(partial)
     out = jnp.concatenate(outputs, axis=1)
-    stats, rows = _tail_statistics(q, k, v, position, request, sliding_window)
+    stats, rows = tail_statistics(q, k, v, position, request, sliding_window)
     return out, dataclasses.replace(stats, mass=mass if request.mass else None), rows
 
 
-def _tail_statistics(q, k, v, position, request, sliding_window):
-    """Statistics of the last queries of each prompt: `Stats` without `mass`, and rows or None."""
+def tail_statistics(
+    q: Array, k: Array, v: Array, position: Array, request: StatsRequest, sliding_window: int | None
+) -> tuple[Stats, Array | None]:
+    """Statistics of the last queries of each prompt, arguments as of `attend_prompt`: `Stats` without `mass`, and the rows."""
     if not request.tail:
         return Stats(), None
     b, t = position.shape

@@ -122,20 +122,29 @@ def spec(
     return PartitionSpec(*places)
 
 
-def _open_sizes() -> dict[str, int]:
+def open_sizes() -> dict[str, int]:
     """Axes of the current mesh that the compiler shards along, with their sizes; none without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return {n: mesh.shape[n] for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
 
 
+def platform() -> str:
+    """The kind of device to compute for: "cpu", "gpu" or "tpu", of the current mesh or else of this machine.
+
+    The devices of a mesh may be those of a described topology, which nobody has here.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def shards(name: str) -> int:
     """Devices of one axis of the current mesh, 1 without a mesh."""
-    return _open_sizes().get(name, 1)
+    return open_sizes().get(name, 1)
 
 
 def constrain(x: Array, letters: str) -> Array:
     """Lays an activation out over the current mesh as its logical axes say; without a mesh it is returned as it is."""
-    sizes = _open_sizes()
+    sizes = open_sizes()
     if all(size == 1 for size in sizes.values()):
         return x
     return jax.lax.with_sharding_constraint(x, spec(letters, x.shape, ShardingRules.ACTIVATIONS, sizes))

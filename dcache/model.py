@@ -19,9 +19,10 @@ import numpy as np
 from jax import Array
 
 from dcache import cache as kv
-from dcache.attention import EMPTY, Segment, Stats, StatsRequest, accumulate, attend, attend_prompt
+from dcache.attention import EMPTY, Segment, Stats, StatsRequest, accumulate
 from dcache.axes import constrain
 from dcache.config import ModelConfig
+from dcache.kernels.seam import attend, attend_prompt
 
 Params = dict[str, Any]
 
