@@ -14,12 +14,12 @@ import importlib.util
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from dcache import cache as kv
 from dcache import hlo, model
@@ -31,10 +31,18 @@ from dcache.generate import PROGRAMS, make_plan
 from dcache.learn.distill import DistillConfig, init_state, largest_budget, train_step
 from dcache.load import LanguageModel, config_of
 from dcache.rollout import teach
-from dcache.sharding import make_mesh, on, param_shardings
+from dcache.roofline import Chip, roofline
+from dcache.sharding import make_mesh, on, param_shardings, replicated
 from dcache.tokenizer import ByteTokenizer
 
-STEPS = ("teacher", "students", "prefill", "decode")
+TRAINING = ("teacher", "students")
+STEPS = (*TRAINING, "prefill", "decode")
+_UNITS = {
+    "teacher": "training steps",
+    "students": "training step",
+    "prefill": "prompts",
+    "decode": "tokens of each prompt",
+}
 _BUDGET, _BATCH, _NEW, _EVERY = 0.25, 8, 64, 16  # of prefill and decode; training has its own
 
 # What libtpu would otherwise ask the cloud's metadata server for, and a lock that only chips need.
@@ -76,8 +84,8 @@ class Compiled:
     seconds: float
 
 
-def describe(topology: str, sharding: str = "") -> Target:
-    """The slice of a name such as "v5e:2x4"; sharding: as `axes.parse` reads it, "" for the preset of the slice's size.
+def describe(topology: str, sharding: str = "none") -> Target:
+    """The slice of a name such as "v5e:2x4"; sharding: as `axes.parse` reads it, "none" for the preset of the slice's size.
 
     Raises:
       ConfigError: there is no libtpu here, no such slice, or no preset for it.
@@ -98,14 +106,16 @@ def describe(topology: str, sharding: str = "") -> Target:
         raise ConfigError(f"libtpu knows no slice {topology!r} ({reason}); give one such as 'v5e:2x4'.") from error
     # Google counts v5p slices in cores, two a chip.
     name = f"{topology.partition(':')[0]}-{len(devices) * (2 if topology.startswith('v5p') else 1)}"
-    if not sharding and name not in RULES:
-        raise ConfigError(f"There is no sharding preset {name!r} for {topology!r}; say how with --sharding, see dcache.axes.")
-    rules = parse(sharding or name)
+    if sharding == "none" and name not in RULES:
+        raise ConfigError(
+            f"There is no sharding preset {name!r} for {topology!r}; set config.sharding, for instance to 'tensor=8'."
+        )
+    rules = parse(name if sharding == "none" else sharding)
     return Target(topology, rules, make_mesh(rules, devices))
 
 
 def compile_steps(experiment: Experiment, target: Target, steps: tuple[str, ...] = STEPS) -> Iterator[Compiled]:
-    """Compiles a DistillCache configuration's steps, one after the other; "students" comes after "teacher", "decode" after "prefill".
+    """Compiles a DistillCache configuration's steps in turn; "students" needs "teacher" before it, "decode" needs "prefill".
 
     Raises:
       ConfigError: another method, an unknown model, or a step that does not fit into the chips' memory.
@@ -118,6 +128,28 @@ def compile_steps(experiment: Experiment, target: Target, steps: tuple[str, ...]
     with on(target.mesh):
         for name in steps:
             yield getattr(maker, name)()
+
+
+def training_seconds(compiled: Iterable[Compiled], chip: Chip) -> float:
+    """Least seconds of one training step: the teacher's share of it, and the students."""
+    return sum(roofline(step.work, chip).seconds / step.units for step in compiled if step.name in TRAINING)
+
+
+def lines_of(step: Compiled, chip: Chip) -> list[str]:
+    """What is known of a step per chip, in lines for a terminal."""
+    limits = roofline(step.work, chip)
+    sent = [f"{kind} {count:,} times {step.work.sent[kind] / 1e9:.3f} GB" for kind, count in step.work.calls.items()]
+    donated = "donated" if step.cache and step.donated >= step.cache else "not donated"
+    return [
+        f"{step.name}: one call for {step.units} {_UNITS[step.name]}, compiled in {step.seconds:.0f} s",
+        f"  memory    {step.total / 1e9:.2f} of {chip.memory / 1e9:.0f} GB: weights {step.weights / 1e9:.2f}, cache "
+        f"{step.cache / 1e9:.2f} ({donated}), temporaries {step.temporaries / 1e9:.2f}",
+        f"  work      {step.work.flops / 1e12:.3f} TFLOP, {step.work.bytes / 1e9:.2f} GB; sent: {', '.join(sent) or 'nothing'}",
+        f"  roofline  {limits.seconds * 1e3:.2f} ms, bound by {limits.bound} ("
+        + ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in limits.limits.items())
+        + ")",
+        *(f"  not counted: {what}" for what in step.work.unknown),
+    ]
 
 
 class _Maker:
@@ -140,7 +172,7 @@ class _Maker:
 
     def everywhere(self, tree: Any) -> Any:
         """Shapes of arrays of which each chip holds all."""
-        place = NamedSharding(self.target.mesh, PartitionSpec())
+        place = replicated(self.target.mesh)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
 
     def batch(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -159,7 +191,9 @@ class _Maker:
             given_length=self.batch((count,)), own=self.batch((count,), bool),
             stop=self.everywhere(jax.ShapeDtypeStruct((1,), jnp.int32)),
         )  # fmt: skip
-        self.taught, compiled = self.compile("teacher", jax.jit(function).lower, count, self.params, self.params, **arguments)
+        self.taught, compiled = self.compile(
+            "teacher", jax.jit(function).lower, count, self.params, self.params, **arguments
+        )
         return compiled
 
     def students(self) -> Compiled:

@@ -114,7 +114,8 @@ def work(text: str) -> Work:
 def parse(text: str) -> tuple[dict[str, Computation], str]:
     """The computations of a program by name, and the name of the one that is run."""
     computations: dict[str, Computation] = {}
-    entry, name, root, found = "", "", "", {}
+    entry, name, root = "", "", ""
+    found: dict[str, Instruction] = {}
     for line in text.splitlines():
         if header := _HEADER.match(line):
             name, found = header[2], {}
@@ -295,8 +296,8 @@ class _Program:
             summed = math.prod(lhs.dims[d] for d in _numbers(i.rest, "lhs_contracting_dims"))
             return 2.0 * math.prod(i.shapes[0].dims) * summed
         if i.opcode == "convolution":
-            lhs, rhs = (inside.instructions[name].shapes[0].dims for name in i.operands[:2])
-            return _convolution_flops(lhs, rhs, i.shapes[0].dims, i.rest)
+            left, right = (inside.instructions[name].shapes[0].dims for name in i.operands[:2])
+            return _convolution_flops(left, right, i.shapes[0].dims, i.rest)
         return 0.0
 
 
