@@ -4,8 +4,8 @@ XLA's own `cost_analysis` counts the body of a loop once and a stacked weight in
 loops count as often as they run and slices as large as they are, so that numbers of a scanned model mean something.
 
 The text is that of the optimised program after partitioning (`compiled.as_text()`): shapes are those of one chip. What is
-left out: operations outside matrix products and convolutions, padding of arrays to the chip's tiles, and whatever a custom
-call does inside (its arrays are counted).
+left out: operations outside matrix products and convolutions, and padding of arrays to the chip's tiles. Of a Pallas kernel its
+arrays count once and its operations as its author estimates them (`pl.CostEstimate`).
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ _NAME = re.compile(r"%([\w.-]+)")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%([\w.-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _HEADER = re.compile(r"(ENTRY )?%([\w.-]+) \(.*\{$")
+_ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
 _TRIPS = re.compile(r"known_trip_count[^\d]*(\d+)")
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all", "reduce-scatter")
@@ -298,7 +299,8 @@ class _Program:
         if i.opcode == "convolution":
             left, right = (inside.instructions[name].shapes[0].dims for name in i.operands[:2])
             return _convolution_flops(left, right, i.shapes[0].dims, i.rest)
-        return 0.0
+        estimate = _ESTIMATE.search(i.rest) if i.opcode == "custom-call" else None
+        return float(estimate[1]) if estimate else 0.0
 
 
 def _numbers(rest: str, name: str) -> tuple[int, ...]:
