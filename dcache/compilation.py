@@ -70,7 +70,7 @@ class Compiled:
       weights, cache: bytes of the language model's weights (as often as the step is given them) and of keys, values and
         statistics among arguments and results. temporaries: bytes that XLA reserves while it runs. total: of all arguments,
         results, temporaries and the program. donated: bytes of arguments whose memory the results take over.
-      work: of one call. seconds: of compiling it.
+      phases: what one call does. seconds: of compiling it.
     """
 
     name: str
@@ -80,8 +80,13 @@ class Compiled:
     temporaries: float
     total: float
     donated: float
-    work: hlo.Work
+    phases: tuple[hlo.Work, ...]
     seconds: float
+
+    @property
+    def work(self) -> hlo.Work:
+        """What one call does."""
+        return hlo.total(self.phases)
 
 
 def describe(topology: str, sharding: str = "none") -> Target:
@@ -132,21 +137,21 @@ def compile_steps(experiment: Experiment, target: Target, steps: tuple[str, ...]
 
 def training_seconds(compiled: Iterable[Compiled], chip: Chip) -> float:
     """Least seconds of one training step: the teacher's share of it, and the students."""
-    return sum(roofline(step.work, chip).seconds / step.units for step in compiled if step.name in TRAINING)
+    return sum(roofline(step.phases, chip).seconds / step.units for step in compiled if step.name in TRAINING)
 
 
 def lines_of(step: Compiled, chip: Chip) -> list[str]:
     """What is known of a step per chip, in lines for a terminal."""
-    limits = roofline(step.work, chip)
-    sent = [f"{kind} {count:,} times {step.work.sent[kind] / 1e9:.3f} GB" for kind, count in step.work.calls.items()]
+    limits = roofline(step.phases, chip)
+    sent = [f"{step.work.sent[kind] / 1e9:.3f} GB by {count:,} {kind}" for kind, count in step.work.calls.items()]
     donated = "donated" if step.cache and step.donated >= step.cache else "not donated"
     return [
         f"{step.name}: one call for {step.units} {_UNITS[step.name]}, compiled in {step.seconds:.0f} s",
         f"  memory    {step.total / 1e9:.2f} of {chip.memory / 1e9:.0f} GB: weights {step.weights / 1e9:.2f}, cache "
         f"{step.cache / 1e9:.2f} ({donated}), temporaries {step.temporaries / 1e9:.2f}",
         f"  work      {step.work.flops / 1e12:.3f} TFLOP, {step.work.bytes / 1e9:.2f} GB; sent: {', '.join(sent) or 'nothing'}",
-        f"  roofline  {limits.seconds * 1e3:.2f} ms, bound by {limits.bound} ("
-        + ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in limits.limits.items())
+        f"  roofline  {limits.seconds * 1e3:.2f} ms, bound by {limits.bound} (alone: "
+        + ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in limits.alone.items())
         + ")",
         *(f"  not counted: {what}" for what in step.work.unknown),
     ]
@@ -269,7 +274,7 @@ class _Maker:
         caches = [x for x in jax.tree.leaves((arguments, results), is_leaf=_is_cache) if _is_cache(x)]
         return results, Compiled(
             name=name, units=units, weights=weights, cache=max((per_chip(cache) for cache in caches), default=0.0),
-            temporaries=memory.temp_size_in_bytes, total=total, donated=donated, work=hlo.work(compiled.as_text()),
+            temporaries=memory.temp_size_in_bytes, total=total, donated=donated, phases=hlo.phases(compiled.as_text()),
             seconds=seconds,
         )  # fmt: skip
 

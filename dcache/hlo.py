@@ -11,7 +11,7 @@ arrays count once and its operations as its author estimates them (`pl.CostEstim
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -103,9 +103,19 @@ class Work:
         )  # fmt: skip
 
 
-def work(text: str) -> Work:
-    """What the program does, from XLA's text of it (`compiled.as_text()`)."""
-    return _Program(*parse(text)).work_of(None)
+def phases(text: str) -> tuple[Work, ...]:
+    """What a program does, from XLA's text of it (`compiled.as_text()`): their sum is all of it.
+
+    A phase is what stands in one function outside its loops, as often as it runs: rounds of a loop follow each other, while
+    the memory of one round may work beside its matrix products.
+    """
+    computations, entry = parse(text)
+    return tuple(_Program(computations).phases(entry))
+
+
+def total(parts: Iterable[Work]) -> Work:
+    """All phases together."""
+    return sum(parts, Work())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -173,34 +183,33 @@ def _shapes(text: str) -> tuple[Shape, ...]:
 class _Program:
     """The computations of a program, and what each of them does."""
 
-    def __init__(self, computations: dict[str, Computation], entry: str):
-        self.computations, self.entry = computations, entry
-        self._done: dict[str, Work] = {}
+    def __init__(self, computations: dict[str, Computation]):
+        self.computations = computations
 
-    def work_of(self, name: str | None) -> Work:
-        """What one call of a computation does; None for the one that is run."""
-        name = name or self.entry
-        if name not in self._done:
-            inside = self.computations[name]
-            self._done[name] = sum((self._one(i, inside) for i in inside.instructions.values()), Work())
-        return self._done[name]
+    def phases(self, name: str) -> list[Work]:
+        """What one call of a computation does: outside its loops first, then each loop's phases."""
+        inside, own, loops = self.computations[name], Work(), []
+        for i in inside.instructions.values():
+            called = _CALLED.findall(i.rest)
+            if i.opcode == "while":
+                trips = self._trips(i)
+                if trips is None:
+                    own += Work(unknown=(f"rounds of the loop {i.name}",))
+                loops += [part.times(trips or 1) for each in called for part in self.phases(each)]
+            elif i.opcode in ("call", "async-start", "conditional"):
+                branches = _BRANCHES.search(i.rest)
+                each = [self.phases(other) for other in (_NAME.findall(branches[1]) if branches else called)]
+                first, *rest = max(each, key=lambda parts: sum(part.bytes for part in parts))
+                own, loops = own + first, loops + rest
+            else:
+                own += self._one(i, inside)
+        return [own, *loops]
 
     def _one(self, i: Instruction, inside: Computation) -> Work:
         if i.opcode in _FREE or "AllocateBuffer" in i.rest:
             return Work()
-        called = _CALLED.findall(i.rest)
-        if i.opcode == "while":
-            trips = self._trips(i)
-            body = sum((self.work_of(name) for name in called), Work())
-            return body.times(trips) if trips is not None else body + Work(unknown=(f"rounds of the loop {i.name}",))
-        if i.opcode == "conditional":
-            branches = _BRANCHES.search(i.rest)
-            names = _NAME.findall(branches[1]) if branches else called
-            return max((self.work_of(name) for name in names), key=lambda w: (w.bytes, w.flops))
-        if i.opcode in ("call", "async-start"):
-            return sum((self.work_of(name) for name in called), Work())
         if i.opcode == "fusion":
-            return Work(bytes=self._moved(i, inside)) + self._inside_fusion(called[0])
+            return Work(bytes=self._moved(i, inside)) + self._inside_fusion(_CALLED.findall(i.rest)[0])
         return Work(self._flops(i, inside), self._moved(i, inside)) + _sent(i, inside)
 
     def _trips(self, loop: Instruction) -> int | None:
@@ -372,29 +381,3 @@ def _group_size(rest: str) -> int:
         along = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found[2])
         return math.prod(int(part) if part else sizes[name] for name, part in along)
     return 1
-
-
-def heaviest(text: str, count: int = 10) -> list[tuple[float, str]]:
-    """The instructions that move most bytes through main memory, loops counted: (bytes, name and operation)."""
-    program = _Program(*parse(text))
-    found: dict[str, float] = {}
-    for times, i, inside in _walk(program, program.entry, 1):
-        if i.opcode not in _FREE and "AllocateBuffer" not in i.rest:
-            label = re.search(r'op_name="([^"]*)"', i.rest)
-            key = f"{i.opcode} {label[1] if label else i.name}"
-            found[key] = found.get(key, 0.0) + times * program._moved(i, inside)
-    return sorted(((size, key) for key, size in found.items()), reverse=True)[:count]
-
-
-def _walk(program: _Program, name: str, times: int) -> Iterator[tuple[int, Instruction, Computation]]:
-    inside = program.computations[name]
-    for i in inside.instructions.values():
-        called = _CALLED.findall(i.rest)
-        if i.opcode == "while":
-            for body in called:
-                yield from _walk(program, body, times * (program._trips(i) or 1))
-        elif i.opcode in ("call", "async-start", "conditional"):
-            for body in called:
-                yield from _walk(program, body, times)
-        else:
-            yield times, i, inside

@@ -1,11 +1,13 @@
 """What a chip can do at best, and how long a program's work takes there at least.
 
-Roofline (Williams, Waterman & Patterson, 2009): a program is not faster than its matrix products at the peak rate, its bytes at
-the bandwidth of main memory, or its collectives at the bandwidth of the links; the slowest of the three bounds it. Overlap is
-perfect here and nothing else costs anything, so that real times are longer.
+Roofline (Williams, Waterman & Patterson, 2009): no phase of a program (`dcache.hlo.phases`) is faster than its matrix products
+at the peak rate, its bytes at the bandwidth of main memory, or its collectives at that of the links; the slowest of the
+three bounds it. Overlap is perfect within a phase and nothing else costs anything: neither what is computed outside matrix
+products nor the time that each collective takes to start. Real times are longer.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from dcache.errors import ConfigError
 from dcache.hlo import Work
@@ -57,30 +59,34 @@ def chip_of(topology: str) -> Chip:
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """The least seconds that a program takes on a chip, by what limits it: "compute", "memory" or "links"."""
+    """The least time that a program takes on a chip.
 
-    limits: dict[str, float]
+    Attributes:
+      seconds: of its phases, one after the other. bound: what limits most of them: "compute", "memory" or "links".
+      alone: seconds that each limit would allow if there were no other.
+    """
 
-    @property
-    def bound(self) -> str:
-        """What limits it."""
-        return max(self.limits, key=self.limits.__getitem__)
-
-    @property
-    def seconds(self) -> float:
-        """The slowest limit."""
-        return self.limits[self.bound]
+    seconds: float
+    bound: str
+    alone: dict[str, float]
 
 
-def roofline(work: Work, chip: Chip) -> Roofline:
+def roofline(phases: Sequence[Work], chip: Chip) -> Roofline:
     """Where the work of one chip hits the chip's limits."""
-    return Roofline(
-        {
+    alone, bounded = (
+        dict.fromkeys(("compute", "memory", "links"), 0.0),
+        dict.fromkeys(("compute", "memory", "links"), 0.0),
+    )
+    for work in phases:
+        limits = {
             "compute": work.flops / chip.flops,
             "memory": work.bytes / chip.bandwidth,
             "links": sum(work.sent.values()) / chip.ring,
         }
-    )
+        slowest = max(limits, key=limits.__getitem__)
+        bounded[slowest] += limits[slowest]
+        alone = {name: alone[name] + seconds for name, seconds in limits.items()}
+    return Roofline(sum(bounded.values()), max(bounded, key=bounded.__getitem__), alone)
 
 
 def chip_hours(seconds: float, steps: int, chips: int) -> float:

@@ -50,7 +50,9 @@ def main(argv: list[str]) -> None:
     hours = roofline.chip_hours(seconds, steps, target.mesh.size)
     print(f"training: {steps:,} steps of {seconds * 1e3:.0f} ms at the roofline: {hours:.2f} chip-hours.")
     if _OUT.value:
-        numbers = {step.name: dataclasses.asdict(step) for step in found} | {"chip_hours": hours}
+        numbers = {step.name: dataclasses.asdict(step) | {"work": dataclasses.asdict(step.work)} for step in found} | {
+            "chip_hours": hours
+        }
         atomic_write(_OUT.value, json.dumps(numbers, indent=2) + "\n")
         print(f"Written to {_OUT.value}.")
 

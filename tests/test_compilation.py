@@ -64,7 +64,9 @@ def test_work_is_shared_among_chips(steps):
 
 
 def step(name, units, work):
-    return Compiled(name, units, weights=2e9, cache=1e9, temporaries=5e8, total=4e9, donated=1e9, work=work, seconds=3)
+    return Compiled(
+        name, units, weights=2e9, cache=1e9, temporaries=5e8, total=4e9, donated=1e9, phases=(work,), seconds=3
+    )
 
 
 CHIP = Chip(flops=1e12, memory=16e9, bandwidth=1e9, link=1e9)
@@ -83,7 +85,7 @@ def test_what_is_printed():
     work = hlo.Work(2e12, 1e9, {"all-reduce": 5e8}, {"all-reduce": 64}, ("rounds of the loop w",))
     text = "\n".join(compilation.lines_of(step("decode", 16, work), CHIP))
     for expected in (
-        "decode: one call for 16 tokens", "4.00 of 16 GB", "cache 1.00 (donated)", "all-reduce 64 times 0.500 GB",
+        "decode: one call for 16 tokens", "4.00 of 16 GB", "cache 1.00 (donated)", "0.500 GB by 64 all-reduce",
         "2000.00 ms, bound by compute", "links 250.00 ms", "not counted: rounds of the loop w",
     ):  # fmt: skip
         assert expected in text, text

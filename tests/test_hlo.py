@@ -23,6 +23,10 @@ def program(body, more=""):
     return f"HloModule m\n{more}\nENTRY %main (p: f32[]) -> f32[] {{\n{body}\n}}\n"
 
 
+def count(text):
+    return hlo.total(hlo.phases(text))
+
+
 def dots(jaxpr):
     """Operations of the matrix products of a jaxpr, loops multiplied through: another way to the same number."""
     total = 0
@@ -43,7 +47,7 @@ def test_a_scan_counts_as_often_as_it_runs():
     def layers(w, x):
         return jax.lax.scan(lambda c, p: (jnp.tanh(c @ p), None), x, w)[0]
 
-    found = hlo.work(compiled(layers, (7, 64, 64), (32, 64)))
+    found = count(compiled(layers, (7, 64, 64), (32, 64)))
     assert found.flops == 7 * 2 * 32 * 64 * 64 and found.unknown == ()
     # Each layer's weights are read (and perhaps copied once) in each round, not all layers' in every round.
     weights = 7 * 64 * 64 * 4
@@ -57,7 +61,7 @@ def test_loops_in_loops():
 
         return jax.lax.scan(outer, x, w)[0]
 
-    assert hlo.work(compiled(both, (3, 16, 16), (8, 16))).flops == 3 * 5 * 2 * 8 * 16 * 16
+    assert count(compiled(both, (3, 16, 16), (8, 16))).flops == 3 * 5 * 2 * 8 * 16 * 16
 
 
 def test_a_model_counts_as_its_jaxpr_does():
@@ -70,7 +74,7 @@ def test_a_model_counts_as_its_jaxpr_does():
     traced = jax.jit(read).trace(params, tokens=tokens, length=length)
     expected = dots(traced.jaxpr.jaxpr)
     assert expected > 2 * 2 * 300 * TINY.num_layers * 3 * TINY.embed_dim * TINY.ffn_dim
-    assert hlo.work(traced.lower().compile().as_text()).flops == pytest.approx(expected, rel=0.02)
+    assert count(traced.lower().compile().as_text()).flops == pytest.approx(expected, rel=0.02)
 
 
 def test_collectives_of_a_sharded_product():
@@ -82,7 +86,7 @@ def test_collectives_of_a_sharded_product():
     text = compiled(
         lambda a, b: a @ b, shape((32, 64), None, "x"), shape((64, 16), "x"), out_shardings=NamedSharding(mesh, P())
     )
-    found = hlo.work(text)
+    found = count(text)
     assert found.flops == 2 * 32 * 64 * 16 / 8
     assert found.calls == {"all-reduce": 1} and found.sent == {"all-reduce": 2 * 32 * 16 * 4 * 7 / 8}
 
@@ -112,7 +116,7 @@ def test_groups_of_collectives(groups, chips, form):
     lines = (
         f"  %p = f32[256]{{0}} parameter(0)\n  ROOT %r = {form}, channel_id=1, replica_groups={groups}, to_apply=%add"
     )
-    assert hlo.work(program(lines)).sent == {"all-reduce": 2 * 1024 * (chips - 1) / chips}
+    assert count(program(lines)).sent == {"all-reduce": 2 * 1024 * (chips - 1) / chips}
 
 
 @pytest.mark.parametrize(
@@ -134,7 +138,7 @@ def test_matrix_products_written_as_convolutions(left, right, out, rest, expecte
     lines = f"""  %a = {left}{{0}} parameter(0)
   %b = {right}{{0}} parameter(1)
   ROOT %r = {out}{{0}} convolution(%a, %b), {rest}"""
-    assert hlo.work(program(lines)).flops == expected
+    assert count(program(lines)).flops == expected
 
 
 def test_only_main_memory_counts():
@@ -146,7 +150,7 @@ def test_only_main_memory_counts():
   %t = (bf16[64,64]{1,0}, /*index=1*/bf16[64,64]{1,0:S(1)}) tuple(%a, %d)
   %s = ((bf16[64,64]{1,0}), bf16[8,64]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%a), slice={[0:8], [0:64]}
   ROOT %e = f32[64,64]{1,0} convert(%d)""")
-    assert hlo.work(text).bytes == 64 * 64 * 2 + 8 * 64 * 2 + 64 * 64 * 4
+    assert count(text).bytes == 64 * 64 * 2 + 8 * 64 * 2 + 64 * 64 * 4
 
 
 FUSED = """
@@ -181,7 +185,7 @@ def test_slices_count_as_large_as_they_are():
     )
     one, index = 64 * 64 * 4, 4
     read_one, write_one, read_new, put, write_half = (one,) * 5
-    assert hlo.work(text).bytes == read_one + write_one + read_new + put + write_half + 2 * index
+    assert count(text).bytes == read_one + write_one + read_new + put + write_half + 2 * index
 
 
 LOOP = """
@@ -213,7 +217,7 @@ CALL = """  %t = (s32[], f32[64,64]{1,0}) parameter(0)
     ],
 )
 def test_rounds_of_a_loop(limit, rest, rounds):
-    found = hlo.work(program(CALL + rest, LOOP.format(limit=limit)))
+    found = count(program(CALL + rest, LOOP.format(limit=limit)))
     assert found.flops == (rounds or 1) * 2 * 64**3
     assert found.unknown == (() if rounds else ("rounds of the loop w",))
 
@@ -237,16 +241,20 @@ def test_of_two_branches_the_larger_counts():
   ROOT %r = f32[8]{0} conditional(%p, %x, %x), branch_computations={%small, %large}""",
         branches,
     )
-    assert hlo.work(text).bytes == 4 * 32
+    assert count(text).bytes == 4 * 32
 
 
 def test_a_kernel_says_itself_what_it_does():
     said = '{"custom_call_config":{"body":"(%x","cost_estimate":{"flops":"640","bytes_accessed":"1"}}}'
     text = program(f"""  %x = f32[8]{{0}} parameter(0)
   ROOT %r = f32[8]{{0}} custom-call(%x), custom_call_target="tpu_custom_call", backend_config={said}""")
-    assert hlo.work(text) == hlo.Work(flops=640.0, bytes=64.0)
+    assert count(text) == hlo.Work(flops=640.0, bytes=64.0)
 
 
-def test_what_moves_most_bytes():
-    found = hlo.heaviest(program(CALL, LOOP.format(limit="constant(3)")))
-    assert found[0] == (3 * 3 * 64 * 64 * 4, "dot y")
+def test_a_phase_is_what_runs_between_two_rounds():
+    text = program(
+        CALL.replace("ROOT %w", "%w") + "\n  ROOT %n = f32[8]{0} negate(%t)", LOOP.format(limit="constant(3)")
+    )
+    once, condition, body = hlo.phases(text)
+    product = {"flops": 3 * 2 * 64**3, "bytes": 3 * 3 * 64 * 64 * 4}
+    assert hlo.Work(**product) in (condition, body) and once.flops == 0

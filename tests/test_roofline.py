@@ -16,13 +16,20 @@ CHIP = Chip(flops=100.0, memory=1000.0, bandwidth=10.0, link=1.0)
     ],
 )
 def test_the_slowest_limit_bounds(work, seconds, bound):
-    found = roofline(work, CHIP)
+    found = roofline([work], CHIP)
     assert found.seconds == seconds and found.bound == bound
+
+
+def test_phases_follow_each_other():
+    reading, decoding = Work(flops=500.0, bytes=20.0), Work(flops=100.0, bytes=80.0)
+    found = roofline([reading, decoding], CHIP)
+    assert found.seconds == 5.0 + 8.0 and found.bound == "memory"
+    assert found.alone == {"compute": 6.0, "memory": 10.0, "links": 0.0}
 
 
 def test_a_decode_step_on_paper():
     # All weights of a 7B model in bfloat16 are read once: 14.5 GB over 8 chips of 819 GB/s.
-    found = roofline(Work(flops=2 * 7.25e9 / 8, bytes=2 * 7.25e9 / 8), CHIPS["v5e"])
+    found = roofline([Work(flops=2 * 7.25e9 / 8, bytes=2 * 7.25e9 / 8)], CHIPS["v5e"])
     assert found.bound == "memory" and found.seconds == pytest.approx(2.21e-3, rel=0.01)
 
 
