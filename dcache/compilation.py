@@ -38,11 +38,8 @@ from dcache.tokenizer import ByteTokenizer
 TRAINING = ("teacher", "students")
 STEPS = (*TRAINING, "prefill", "decode")
 _UNITS = {
-    "teacher": "training steps",
-    "students": "training step",
-    "prefill": "prompts",
-    "decode": "tokens of each prompt",
-}
+    "teacher": "training steps", "students": "training step", "prefill": "prompts", "decode": "tokens of each prompt",
+}  # fmt: skip
 _BUDGET, _BATCH, _NEW, _EVERY = 0.25, 8, 64, 16  # of prefill and decode; training has its own
 
 # What libtpu would otherwise ask the cloud's metadata server for, and a lock that only chips need.
@@ -119,8 +116,8 @@ def describe(topology: str, sharding: str = "none") -> Target:
     return Target(topology, rules, make_mesh(rules, devices))
 
 
-def compile_steps(experiment: Experiment, target: Target, steps: tuple[str, ...] = STEPS) -> Iterator[Compiled]:
-    """Compiles a DistillCache configuration's steps in turn; "students" needs "teacher" before it, "decode" needs "prefill".
+def compile_steps(experiment: Experiment, target: Target) -> Iterator[Compiled]:
+    """Compiles a DistillCache configuration's steps, one after the other.
 
     Raises:
       ConfigError: another method, an unknown model, or a step that does not fit into the chips' memory.
@@ -131,7 +128,7 @@ def compile_steps(experiment: Experiment, target: Target, steps: tuple[str, ...]
         )
     maker = _Maker(experiment, target)
     with on(target.mesh):
-        for name in steps:
+        for name in STEPS:
             yield getattr(maker, name)()
 
 

@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
     chip = roofline.chip_of(topology)
     target = compilation.describe(topology, experiment.sharding)
     print(
-        f"{experiment.model} on {topology}, {target.mesh.size} chips as {target.rules.text()}. Per chip, at best: "
+        f"{experiment.model} on {topology}, chips: {target.mesh.size} as {target.rules.text()}. Each at best: "
         f"{chip.flops / 1e12:.0f} TFLOP/s, {chip.bandwidth / 1e9:.0f} GB/s, {chip.ring / 1e9:.0f} GB/s to its neighbours.",
         flush=True,
     )

@@ -1,5 +1,8 @@
 import dataclasses
 import importlib.util
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +18,7 @@ from dcache.roofline import Chip
 from dcache.sharding import make_mesh
 from dcache.signals import PAPER_SIGNALS
 
+ROOT = Path(__file__).parents[1]
 RULES = ShardingRules(data=4, tensor=2)
 
 
@@ -91,6 +95,18 @@ def test_what_is_printed():
         assert expected in text, text
     kept = dataclasses.replace(step("decode", 16, work), donated=0.0)
     assert "not donated" in compilation.lines_of(kept, CHIP)[1]
+
+
+def test_a_mistake_on_the_command_line_is_one_line():
+    command = [
+        sys.executable,
+        str(ROOT / "launch/compile.py"),
+        f"--config={ROOT}/configs/mistral7b.py",
+        "--topology=v4:2x2x1",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("error: The topology 'v4:2x2x1'") and done.stdout == ""
+    assert done.stderr.count("\n") == 1
 
 
 def test_without_libtpu(monkeypatch):

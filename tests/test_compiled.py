@@ -6,6 +6,7 @@ over `tests/golden/compiled.json`. A change that is meant to move them records t
     python tests/test_compiled.py [mistral7b@v5e:2x4 ...]
 """
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -68,4 +69,5 @@ if __name__ == "__main__":
     for wanted in sys.argv[1:] or CASES:
         with tempfile.TemporaryDirectory() as folder:
             record[wanted] = measure(wanted, Path(folder) / "found.json")
+        record["versions"] = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
         RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
