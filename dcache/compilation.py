@@ -67,6 +67,7 @@ class Compiled:
       weights, cache: bytes of the language model's weights (as often as the step is given them) and of keys, values and
         statistics among arguments and results. temporaries: bytes that XLA reserves while it runs. total: of all arguments,
         results, temporaries and the program. donated: bytes of arguments whose memory the results take over.
+      donates: whether these are those of a cache that the step is given; None if it is given none.
       phases: what one call does. seconds: of compiling it.
     """
 
@@ -77,6 +78,7 @@ class Compiled:
     temporaries: float
     total: float
     donated: float
+    donates: bool | None
     phases: tuple[hlo.Work, ...]
     seconds: float
 
@@ -141,11 +143,11 @@ def lines_of(step: Compiled, chip: Chip) -> list[str]:
     """What is known of a step per chip, in lines for a terminal."""
     limits = roofline(step.phases, chip)
     sent = [f"{step.work.sent[kind] / 1e9:.3f} GB by {count:,} {kind}" for kind, count in step.work.calls.items()]
-    donated = "donated" if step.cache and step.donated >= step.cache else "not donated"
+    cache = {None: "new", True: "donated", False: "given, not donated"}[step.donates]
     return [
         f"{step.name}: one call for {step.units} {_UNITS[step.name]}, compiled in {step.seconds:.0f} s",
         f"  memory    {step.total / 1e9:.2f} of {chip.memory / 1e9:.0f} GB: weights {step.weights / 1e9:.2f}, cache "
-        f"{step.cache / 1e9:.2f} ({donated}), temporaries {step.temporaries / 1e9:.2f}",
+        f"{step.cache / 1e9:.2f} ({cache}), temporaries {step.temporaries / 1e9:.2f}",
         f"  work      {step.work.flops / 1e12:.3f} TFLOP, {step.work.bytes / 1e9:.2f} GB; sent: {', '.join(sent) or 'nothing'}",
         f"  roofline  {limits.seconds * 1e3:.2f} ms, bound by {limits.bound} (alone: "
         + ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in limits.alone.items())
@@ -260,7 +262,6 @@ class _Maker:
             lowered.out_info, compiled.output_shardings,
         )  # fmt: skip
         memory = compiled.memory_analysis()
-        arguments = (args, kwargs)
         copies = sum(argument is self.params for argument in args)
         weights = copies * per_chip(self.params)
         donated = memory.alias_size_in_bytes
@@ -268,16 +269,17 @@ class _Maker:
             memory.argument_size_in_bytes + memory.output_size_in_bytes - donated + memory.temp_size_in_bytes
             + memory.generated_code_size_in_bytes
         )  # fmt: skip
-        caches = [x for x in jax.tree.leaves((arguments, results), is_leaf=_is_cache) if _is_cache(x)]
+        given, made = _largest_cache((args, kwargs)), _largest_cache(results)
         return results, Compiled(
-            name=name, units=units, weights=weights, cache=max((per_chip(cache) for cache in caches), default=0.0),
-            temporaries=memory.temp_size_in_bytes, total=total, donated=donated, phases=hlo.phases(compiled.as_text()),
-            seconds=seconds,
+            name=name, units=units, weights=weights, cache=max(given, made), temporaries=memory.temp_size_in_bytes, total=total,
+            donated=donated, donates=donated >= given if given else None, phases=hlo.phases(compiled.as_text()), seconds=seconds,
         )  # fmt: skip
 
 
-def _is_cache(x: Any) -> bool:
-    return isinstance(x, kv.Cache)
+def _largest_cache(tree: Any) -> float:
+    """Bytes of one chip's part of the largest cache among arguments or results, 0 without any."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kv.Cache))
+    return max((per_chip(x) for x in leaves if isinstance(x, kv.Cache)), default=0.0)
 
 
 def per_chip(tree: Any) -> float:

@@ -45,7 +45,7 @@ def measure(case, out):
         assert not work["unknown"], work["unknown"]
         found[name] = {
             "memory": step["total"], "bytes": work["bytes"], "sent": sum(work["sent"].values()), "flops": work["flops"],
-            "donates": step["donated"] >= step["cache"],
+            "donates": step["donates"],
         }  # fmt: skip
     return {"chip_hours": hours, "steps": found}
 
