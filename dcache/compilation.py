@@ -269,17 +269,24 @@ class _Maker:
             memory.argument_size_in_bytes + memory.output_size_in_bytes - donated + memory.temp_size_in_bytes
             + memory.generated_code_size_in_bytes
         )  # fmt: skip
-        given, made = _largest_cache((args, kwargs)), _largest_cache(results)
+        # What was marked as donated, and whether its memory was really taken over.
+        marked = sum(
+            per_chip(x)
+            for x, info in zip(jax.tree.leaves((args, kwargs)), jax.tree.leaves(lowered.args_info), strict=True)
+            if info.donated
+        )
+        given = _caches(lowered.args_info)
+        donates = all(x.donated for x in jax.tree.leaves(given)) and donated >= marked
         return results, Compiled(
-            name=name, units=units, weights=weights, cache=max(given, made), temporaries=memory.temp_size_in_bytes, total=total,
-            donated=donated, donates=donated >= given if given else None, phases=hlo.phases(compiled.as_text()), seconds=seconds,
+            name=name, units=units, weights=weights, temporaries=memory.temp_size_in_bytes, total=total, donated=donated,
+            cache=max(map(per_chip, _caches((args, kwargs, results))), default=0.0), donates=donates if given else None,
+            phases=hlo.phases(compiled.as_text()), seconds=seconds,
         )  # fmt: skip
 
 
-def _largest_cache(tree: Any) -> float:
-    """Bytes of one chip's part of the largest cache among arguments or results, 0 without any."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kv.Cache))
-    return max((per_chip(x) for x in leaves if isinstance(x, kv.Cache)), default=0.0)
+def _caches(tree: Any) -> list[kv.Cache]:
+    """The caches among arguments or results."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kv.Cache)) if isinstance(x, kv.Cache)]
 
 
 def per_chip(tree: Any) -> float:
