@@ -224,13 +224,13 @@ class _Program:
 
     def _inside_fusion(self, name: str) -> Work:
         """Operations and collectives of a fused computation: its arrays in between exist nowhere."""
-        total, inside = Work(), self.computations[name]
+        found, inside = Work(), self.computations[name]
         for i in inside.instructions.values():
             if i.opcode == "fusion":
-                total += self._inside_fusion(_CALLED.findall(i.rest)[0])
+                found += self._inside_fusion(_CALLED.findall(i.rest)[0])
             else:
-                total += Work(self._flops(i, inside)) + _sent(i, inside)
-        return total
+                found += Work(self._flops(i, inside)) + _sent(i, inside)
+        return found
 
     # Bytes ------------------------------------------------------------------------------------------------------------
 
@@ -263,13 +263,13 @@ class _Program:
 
     def _read_by_users(self, fused: Computation, name: str) -> float:
         """Bytes of a value that the instructions of a fused computation look at, through renamings."""
-        total = 0.0
+        read = 0.0
         for user in fused.instructions.values():
             for place, operand in enumerate(user.operands):
                 if operand == name:
                     renamed = user.opcode == "bitcast"
-                    total += self._read_by_users(fused, user.name) if renamed else self._read(user, place, fused)
-        return total or (fused.instructions[name].shapes[0].nbytes if fused.root == name else 0.0)
+                    read += self._read_by_users(fused, user.name) if renamed else self._read(user, place, fused)
+        return read or (fused.instructions[name].shapes[0].nbytes if fused.root == name else 0.0)
 
     def _written(self, i: Instruction, inside: Computation) -> float:
         """Bytes of an instruction's results."""

@@ -7,7 +7,7 @@
 
 Needs libtpu (`python -m pip install -e '.[tpu]'`, best in an environment of its own) and neither a TPU nor memory for the
 model. Prints for each step, per chip: memory, operations and bytes with loops counted, collectives, and the least time that the
-chip's limits allow. One step compiles in 10 to 150 seconds on 2 cores.
+chip's limits allow. The four steps of a 7B model take about four minutes of CPU time.
 """
 
 import dataclasses
