@@ -1,7 +1,7 @@
 """7B and 8B models compiled for slices of 8 TPU chips (slow; skipped without libtpu), held against recorded numbers.
 
 A step must fit into the chips' memory, and neither its bytes, nor what it needs of memory, nor what it sends may grow by 5%
-over `tests/golden/compiled.json`. A change that is meant to move them records them anew, all or some:
+over `tests/golden/compiled.json`; a step that is not recorded there must only fit. A change that is meant to move them records them anew, all or some:
 
     python tests/test_compiled.py [mistral7b@v5e:2x4 ...]
 """
@@ -54,14 +54,14 @@ def measure(case, out):
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
 @pytest.mark.parametrize("case", CASES)
 def test_steps_fit_and_do_not_grow(case, tmp_path):
-    recorded = json.loads(RECORD.read_text())[case]
+    recorded = json.loads(RECORD.read_text()).get(case, {"chip_hours": 10, "steps": {}})
     found = measure(case, tmp_path / "found.json")
-    assert found["chip_hours"] <= GROWTH * recorded["chip_hours"] and found["chip_hours"] <= 10
+    assert found["chip_hours"] <= min(GROWTH * recorded["chip_hours"], 10)
     assert found["steps"]["decode"]["donates"]
     for name, step in found["steps"].items():
         assert step["memory"] <= MEMORY[case.split("@")[1].split(":")[0]], name
-        for field in ("memory", "bytes", "sent"):
-            assert step[field] <= GROWTH * recorded["steps"][name][field], (name, field)
+        for field, before in recorded["steps"].get(name, {}).items():
+            assert field not in ("memory", "bytes", "sent") or step[field] <= GROWTH * before, (name, field)
 
 
 if __name__ == "__main__":
