@@ -1,8 +1,8 @@
 """7B and 8B models compiled for slices of 8 TPU chips (slow; skipped without libtpu), held against recorded numbers.
 
 A step must fit into the chips' memory, and neither its bytes, nor what it needs of memory, nor what it sends may grow by 5%
-over `tests/golden/compiled.json`; a step that is not recorded there must only fit. A change that is meant to move them records them
-anew, all or some:
+over `tests/golden/compiled.json`; a step that is not recorded there must only fit.
+A change that is meant to move them records them anew, all or some:
 
     python tests/test_compiled.py [mistral7b@v5e:2x4 ...]
 """
