@@ -195,12 +195,14 @@ def _keys(key: Array, step: Array, batch: int) -> Array:
     return jax.vmap(lambda i: jax.random.fold_in(at_step, i))(jnp.arange(batch, dtype=jnp.int32))
 
 
-_START = jax.jit(_start, static_argnums=0)
-_BEGIN = jax.jit(_begin, static_argnums=0)
-_DECODE = jax.jit(_decode, static_argnums=0, donate_argnums=3)
+PROGRAMS = {
+    "start": jax.jit(_start, static_argnums=0),
+    "begin": jax.jit(_begin, static_argnums=0),
+    "decode": jax.jit(_decode, static_argnums=0, donate_argnums=3),
+}
 
 
-def _make_plan(
+def make_plan(
     lm: LanguageModel, policy: Policy, budget: float | int, length: int, new: int, evict_every: int, greedy: bool
 ) -> _Plan:
     """Sizes for prompts padded to `length`, of which none keeps more than the longest possible one would."""
@@ -250,7 +252,7 @@ def generate(
     shortest = min(len(p) for p in prompts)
     policy = trained.policy.bind(lm.tokenizer).fit(budgets.tokens_kept(budget, shortest))
     longest = max(len(p) for p in prompts)
-    plan = _make_plan(lm, policy, budget, bucket(longest), max_new_tokens, evict_every, temperature == 0.0)
+    plan = make_plan(lm, policy, budget, bucket(longest), max_new_tokens, evict_every, temperature == 0.0)
     encoded = jnp.float32(budgets.encode(budget))
     sampling = (jnp.float32(temperature or 1.0), jnp.float32(top_p), jax.random.key(seed))
     began = time.perf_counter()
@@ -259,7 +261,7 @@ def generate(
     else:
         tokens, length = pad_prompts(prompts)
         start_args = (lm.params, trained.params, tokens, length, encoded, sampling)
-        start, compile_seconds = compiled(_START, plan, *start_args)
+        start, compile_seconds = compiled(PROGRAMS["start"], plan, *start_args)
         token, cache = start(*start_args)
     jax.block_until_ready((token, cache))
     prefill_seconds = time.perf_counter() - began - compile_seconds
@@ -268,7 +270,7 @@ def generate(
     ends = Ends(lm.tokenizer, len(prompts), on_tokens, stop)
     ends.push(np.asarray(token)[:, None])
     decode, seconds = compiled(
-        _DECODE, plan, lm.decode_params, trained.params, cache, token, jnp.int32(0), encoded, sampling
+        PROGRAMS["decode"], plan, lm.decode_params, trained.params, cache, token, jnp.int32(0), encoded, sampling
     )
     compile_seconds += seconds
     began, fed = time.perf_counter(), 0
@@ -306,7 +308,7 @@ def _read_chunks(
         chunked.Plan(plan.config, plan.policy, plan.kept), lm.params, weights, prompts, chunk, allowed,
         jax.random.fold_in(sampling[2], 1),
     )  # fmt: skip
-    begin, more = compiled(_BEGIN, plan, lm.params, hidden, cache, sampling)
+    begin, more = compiled(PROGRAMS["begin"], plan, lm.params, hidden, cache, sampling)
     return *begin(lm.params, hidden, cache, sampling), seconds + more
 
 

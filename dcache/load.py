@@ -123,6 +123,18 @@ def _read(name: str, directory: pathlib.Path, dtype: str, sharding: str) -> Lang
     return LanguageModel(config, read_params(directory, config, places), tokenizer, name, mesh)
 
 
+def config_of(name: str, dtype: str = "float32") -> ModelConfig:
+    """The architecture of a model that `load` knows, without its weights: those with a preset need not be here.
+
+    Raises:
+      LoadError, ConfigError: as `load`.
+    """
+    preset = {hub: preset for preset, hub in _HUB_IDS.items()}.get(name, name)
+    if preset in PRESETS:
+        return dataclasses.replace(PRESETS[preset], dtype=dtype)
+    return read_config(find_directory(name), dtype)
+
+
 def find_directory(name: str) -> pathlib.Path:
     """The Hugging Face directory that `name` (see `load`) stands for; fetches or converts what is not here yet.
 

@@ -128,16 +128,18 @@ def test_top_p_keeps_the_smallest_set(getkey):
 
 
 def test_cache_is_donated_between_chunks(tiny):
-    from dcache.generate import _DECODE, _START, _make_plan
+    from dcache.generate import PROGRAMS, make_plan
 
     policy = make("h2o")
-    plan = _make_plan(tiny, policy, 40, 128, 20, 4, True)
+    plan = make_plan(tiny, policy, 40, 128, 20, 4, True)
     tokens, length = jnp.zeros((1, 128), jnp.int32), jnp.asarray([100], jnp.int32)
     sampling = (jnp.float32(1.0), jnp.float32(1.0), jax.random.key(0))
-    token, cache = _START(plan, tiny.params, (), tokens, length, jnp.float32(-40.0), sampling)
-    compiled = _DECODE.lower(
-        plan, tiny.decode_params, (), cache, token, jnp.int32(0), jnp.float32(-40.0), sampling
-    ).compile()
+    token, cache = PROGRAMS["start"](plan, tiny.params, (), tokens, length, jnp.float32(-40.0), sampling)
+    compiled = (
+        PROGRAMS["decode"]
+        .lower(plan, tiny.decode_params, (), cache, token, jnp.int32(0), jnp.float32(-40.0), sampling)
+        .compile()
+    )
     assert compiled.memory_analysis().alias_size_in_bytes >= kv.nbytes(cache)
 
 

@@ -146,6 +146,11 @@ def init_state(key: Array, policy: DistillCache, config: DistillConfig) -> Train
     return start(policy.init(key), config)
 
 
+def largest_budget(config: DistillConfig, length: int) -> int:
+    """The most tokens that any decision keeps after prompts of at most `length` tokens."""
+    return max(tokens_kept(ratio, length + config.horizon, config.minimum) for ratio in config.ratios)
+
+
 def decision_log_probs(policy: DistillCache, params: Any, rolled: Decisions, law: subset.Law, most: int) -> Array:
     """Log-probability of every decision under the policy's current weights: f32[A, D], differentiable in `params`."""
     scores = policy.scores_of(params, rolled.features)  # [D, A, S]
@@ -363,8 +368,7 @@ class Learner(PromptLearner):
 
     def static(self):
         """The largest budget."""
-        learn, data = self.experiment.learn, self.experiment.data
-        return {"most": max(tokens_kept(r, data.length + learn.horizon, learn.minimum) for r in learn.ratios)}
+        return {"most": largest_budget(self.experiment.learn, self.experiment.data.length)}
 
     def tokens_read(self, prompt):
         """Prompt and continuation by the teacher, the continuation by every student."""
