@@ -35,7 +35,7 @@ def data(tmp_path_factory):
     solved = {"question": "Two cats and three dogs: how many animals?", "answer": "2+3=5\n#### 5"}
     write("gsm8k/train.jsonl", [solved] * 9)
     write("gsm8k/test.jsonl", [solved | {"question": f"{i} and {i}: how many?"} for i in range(3)])
-    write("boolq/boolq.jsonl", [{"passage": "Cats sleep a lot.", "question": f"do {i} cats sleep", "answer": i % 2 == 0}
+    write("boolq/boolq.jsonl", [{"passage": "Cats sleep a lot.", "question": f"do {i} cats sleep", "answer": True}
                                 for i in range(3)])  # fmt: skip
     trec = {"input": "Question: What is a cat?\nType:", "context": "Question: Who?\nType: Person\n" * 20,
             "answers": ["Animal"], "all_classes": ["Animal", "Person"], "length": 40, "dataset": "trec",
@@ -80,7 +80,7 @@ def test_three_tasks(found):
     for results in (trec["arms"]["full"]["100%"], trec["arms"]["h2o"]["25%"]):
         assert results["score"] == longbench.score("trec", results["answer"], ["Animal"], ["Animal", "Person"])
     for results in (choice["arms"]["full"]["100%"], choice["arms"]["h2o"]["25%"]):
-        assert results["score"] == float(results["answer"] == "yes")  # item 0 is true
+        assert results["score"] == float(results["answer"] == "yes")  # all are true
     assert trec["cut"] and trec["length"] == 300 and trec["doc_length"] == 40
     text = benchmark_tables.of_one_run(header, records)
     assert (
