@@ -86,6 +86,8 @@ def save(
     except jax.errors.JaxRuntimeError:  # no file is at fault: another process has gone
         raise
     except Exception as error:  # Orbax, TensorStore and the operating system each have errors of their own.
+        if jax.process_count() > 1 and isinstance(error, TimeoutError):  # nor here: Orbax waited for the others in vain
+            raise
         if is_first_process():
             with contextlib.suppress(OSError):
                 _delete_incomplete(folder)

@@ -46,18 +46,19 @@ def main(argv: list[str]) -> int:
             flush=True,
         )
     outcome = train(experiment, workdir, resume=_RESUME.value)
+    # Any other status than 0 tells a scheduler that the job is not done.
+    status = os.EX_OK if outcome.step == outcome.steps else os.EX_TEMPFAIL
     if not is_first_process():
-        return
-    if outcome.step < outcome.steps:
+        return status
+    if status:
         again = [word for word in sys.argv if word not in ("--resume", "--noresume")]
         print(f"Stopped and saved after step {outcome.step} of {outcome.steps}. Go on with:")
         print(f"  python {shlex.join([*again, '--resume'])}")
-        return os.EX_TEMPFAIL  # 0 would tell a scheduler that the job is done
-    if not outcome.trained:
+    elif not outcome.trained:
         print(f"This run is finished: {outcome.step} steps. The trained policy is in {workdir}/policy.")
     else:
         print(f"Done: {outcome.step} steps. The trained policy is in {workdir}/policy.")
-    return os.EX_OK
+    return status
 
 
 if __name__ == "__main__":

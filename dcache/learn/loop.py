@@ -101,7 +101,7 @@ def _others_alive(folder: Path) -> Iterator[None]:
     """Says what has happened where a step fails because another process has gone."""
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, TimeoutError) as error:
         if jax.process_count() == 1:
             raise
         last = checkpoint.latest_step(folder)
