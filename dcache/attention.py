@@ -267,7 +267,7 @@ def attend_prompt(
       Output [B, T, N, H] in the dtype of q; statistics over the T slots; and, if `request.rows`, the rows of the last
       `rows` queries averaged over this layer's heads, f32[B, rows, T], query at position p in row p % rows.
     """
-    b, t, n, h = q.shape
+    b, t, n, _ = q.shape
     blocks = math.ceil(t / _QUERY_BLOCK)
     # Keys that are split over devices are not cut into prefixes: that would move them.
     per_prefix = math.ceil(blocks / _MAX_KEY_PREFIXES) if shards(_SPLIT) == 1 else blocks
@@ -278,28 +278,10 @@ def attend_prompt(
         start, stop = first * _QUERY_BLOCK, min((first + per_prefix) * _QUERY_BLOCK, t)
         prefix = Segment(k[:, :, :stop], v[:, :, :stop])
         key_position = jnp.broadcast_to(position[:, None, :stop], (b, k.shape[1], stop))
-
-        def one_block(carry, block, prefix=prefix, key_position=key_position):
-            q_block, p_block = block
-            out, probs = attend(q_block, [prefix], p_block, key_position, sliding_window)
-            if request.mass:
-                new = jnp.einsum("bnts,bt->bns", probs, (p_block >= 0).astype(jnp.float32))
-                carry = constrain(carry + new, "BNS")
-            return carry, out
-
-        partial = jnp.zeros((b, n, stop), jnp.float32)
-        width = min(_QUERY_BLOCK, stop - start)
-        whole = (stop - start) // width
-        inner = start + whole * width
-        xs = (
-            q[:, start:inner].reshape(b, whole, width, n, h).swapaxes(0, 1),
-            position[:, start:inner].reshape(b, whole, width).swapaxes(0, 1),
+        out, partial = _by_blocks(
+            q[:, start:stop], [prefix], position[:, start:stop], key_position, sliding_window, mass=request.mass
         )
-        partial, out = jax.lax.scan(one_block, partial, xs)
-        outputs.append(out.swapaxes(0, 1).reshape(b, inner - start, n, h))
-        if inner < stop:
-            partial, out = one_block(partial, (q[:, inner:stop], position[:, inner:stop]))
-            outputs.append(out)
+        outputs.append(out)
         if request.mass:
             mass = mass.at[:, :, :stop].add(partial)
     out = jnp.concatenate(outputs, axis=1)
@@ -321,27 +303,35 @@ def attend_chunk(
     Returns:
       As `attend_prompt`, over S slots.
     """
-    b, t, n, h = q.shape
-    width = min(_QUERY_BLOCK, t)
-    blocks = -(-t // width)
-    padded = jnp.pad(q, ((0, 0), (0, blocks * width - t), (0, 0), (0, 0)))
-    padded_position = jnp.pad(query_position, ((0, 0), (0, blocks * width - t)), constant_values=EMPTY)
-
-    def one_block(mass, block):
-        q_block, p_block = block
-        out, probs = attend(q_block, segments, p_block, key_position, sliding_window)
-        if request.mass:
-            mass = mass + jnp.einsum("bnts,bt->bns", probs, (p_block >= 0).astype(jnp.float32))
-        return mass, out
-
-    xs = (
-        padded.reshape(b, blocks, width, n, h).swapaxes(0, 1),
-        padded_position.reshape(b, blocks, width).swapaxes(0, 1),
-    )
-    mass, out = jax.lax.scan(one_block, jnp.zeros((b, n, key_position.shape[-1]), jnp.float32), xs)
-    out = out.swapaxes(0, 1).reshape(b, blocks * width, n, h)[:, :t]
+    out, mass = _by_blocks(q, segments, query_position, key_position, sliding_window, mass=request.mass)
     stats, rows = _tail_statistics(q, query_position, segments, key_position, request, sliding_window)
     return out, dataclasses.replace(stats, mass=mass if request.mass else None), rows
+
+
+def _by_blocks(q, segments, query_position, key_position, sliding_window, *, mass):
+    """`attend` of many queries, block by block: the output, and with `mass` the sum over queries of f32[B, N, S] (else 0)."""
+    b, t, n, h = q.shape
+
+    def one_block(summed, block):
+        q_block, p_block = block
+        out, probs = attend(q_block, segments, p_block, key_position, sliding_window)
+        if mass:
+            new = jnp.einsum("bnts,bt->bns", probs, (p_block >= 0).astype(jnp.float32))
+            summed = constrain(summed + new, "BNS")
+        return summed, out
+
+    width = min(_QUERY_BLOCK, t)
+    inner = t // width * width
+    xs = (
+        q[:, :inner].reshape(b, -1, width, n, h).swapaxes(0, 1),
+        query_position[:, :inner].reshape(b, -1, width).swapaxes(0, 1),
+    )
+    summed, out = jax.lax.scan(one_block, jnp.zeros((b, n, key_position.shape[-1]), jnp.float32), xs)
+    out = out.swapaxes(0, 1).reshape(b, inner, n, h)
+    if inner < t:
+        summed, rest = one_block(summed, (q[:, inner:], query_position[:, inner:]))
+        out = jnp.concatenate([out, rest], axis=1)
+    return out, summed
 
 
 def tail_statistics(

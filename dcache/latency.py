@@ -17,7 +17,7 @@ from jax import Array
 
 from dcache import budget as budgets
 from dcache import cache as kv
-from dcache import model
+from dcache import model, rollout
 from dcache.attention import Segment, StatsRequest, attend
 from dcache.bench import Numbers, interleaved, random_prompt
 from dcache.config import ModelConfig
@@ -147,19 +147,12 @@ def _decode(lm: LanguageModel, caches: dict[str, kv.Cache], name: str, count: in
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _steps(config: ModelConfig, count: int, params: model.Params, cache: kv.Cache) -> tuple[Array, kv.Cache]:
     """The last of `count` greedy tokens, int32[B], and the cache with their slots empty again."""
-
-    def one(carry, _):
-        token, cache = carry
-        hidden, cache = model.extend(params, config, token[:, None], cache)
-        return (jnp.argmax(model.unembed(params, hidden[:, 0], config), axis=-1).astype(jnp.int32), cache), None
-
-    start = jnp.zeros_like(cache.length)
-    (token, used), _ = jax.lax.scan(one, (start, cache), None, length=count)
+    tokens, used = rollout.greedy(params, config, jnp.zeros_like(cache.length), cache, count)
 
     def emptied(layer: kv.LayerCache, position: Array) -> kv.LayerCache:
         return dataclasses.replace(layer, position=position)
 
-    return token, dataclasses.replace(kv.map_layers(emptied, used, kv.positions(cache)), length=cache.length)
+    return tokens[:, -1], dataclasses.replace(kv.map_layers(emptied, used, kv.positions(cache)), length=cache.length)
 
 
 def _attend(config: ModelConfig, query: Array, caches: Mapping[str, kv.Cache], name: str, count: int) -> Array:

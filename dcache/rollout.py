@@ -122,6 +122,26 @@ def _observed(params, config, cache, tokens, continuation, weight, policies, wei
     return cache
 
 
+def greedy(
+    params: model.Params, config: ModelConfig, token: Array, cache: kv.Cache, count: int, start: Array | None = None
+) -> tuple[Array, kv.Cache]:
+    """The next `count` greedy tokens int32[B, count] of every sequence, and the cache with all that was fed.
+
+    Args:
+      params: unrolled (`model.unstack`) if the cache is. token: int32[B], not yet fed. cache: with `count` empty slots.
+      start: of the first of them, see `model.extend`.
+    """
+
+    def step(carry, i):
+        token, cache = carry
+        hidden, cache = model.extend(params, config, token[:, None], cache, None if start is None else start + i)
+        token = jnp.argmax(model.unembed(params, hidden[:, 0], config), axis=-1).astype(jnp.int32)
+        return (token, cache), token
+
+    (_, cache), tokens = jax.lax.scan(step, (token, cache), jnp.arange(count, dtype=jnp.int32))
+    return tokens.T, cache
+
+
 def greedy_continuation(
     params: model.Params, config: ModelConfig, first: Array, cache: kv.Cache, horizon: int
 ) -> Array:
@@ -134,15 +154,8 @@ def greedy_continuation(
     Returns:
       int32[B, horizon], `first` included. Decoding does not stop at an end-of-text token.
     """
-
-    def step(carry, _):
-        token, cache = carry
-        hidden, cache = model.extend(params, config, token[:, None], cache)
-        new = jnp.argmax(model.unembed(params, hidden[:, 0], config), axis=-1).astype(jnp.int32)
-        return (new, cache), token
-
-    (last, _), tokens = jax.lax.scan(step, (first, cache), None, length=horizon - 1)
-    return jnp.concatenate([tokens, last[None]], axis=0).T
+    tokens, _ = greedy(params, config, first, cache, horizon - 1)
+    return jnp.concatenate([first[:, None], tokens], axis=1)
 
 
 def teacher_log_probs(params: model.Params, config: ModelConfig, cache: kv.Cache, continuation: Array) -> Array:

@@ -15,7 +15,7 @@ from jax import Array
 
 from dcache import budget as budgets
 from dcache import cache as kv
-from dcache import model
+from dcache import model, rollout
 from dcache.attention import Stats, StatsRequest
 from dcache.bench.timing import Copying, Numbers, interleaved
 from dcache.config import ModelConfig
@@ -86,20 +86,16 @@ def _decode(
     steps: int, every: int,
 ) -> tuple[Array, kv.Cache]:  # fmt: skip
     """Greedy tokens: the last ones, int32[B], and the cache."""
-
-    def one(carry, _):
-        token, cache = carry
-        hidden, cache = model.extend(params, config, token[:, None], cache)
-        return (jnp.argmax(model.unembed(params, hidden[:, 0], config), axis=-1).astype(jnp.int32), cache), None
-
     if policy is None:
-        return jax.lax.scan(one, (token, cache), None, length=steps)[0]
+        tokens, cache = rollout.greedy(params, config, token, cache, steps)
+        return tokens[:, -1], cache
 
     def between_evictions(carry, key):
         token, cache = carry
         allowed = jnp.full(token.shape, kv.positions(cache).shape[-1] - every, jnp.int32)
         cache = kv.evict(cache, keep_set(policy, weights, cache, allowed, key))
-        return jax.lax.scan(one, (token, cache), None, length=every)[0], None
+        tokens, cache = rollout.greedy(params, config, token, cache, every)
+        return (tokens[:, -1], cache), None
 
     keys = jax.random.split(jax.random.key(0), steps // every)
     return jax.lax.scan(between_evictions, (token, cache), keys)[0]
@@ -126,7 +122,7 @@ def step_bytes(lm: LanguageModel, batch: int, slots: int) -> int:
 
 def decode(
     lm: LanguageModel, trained: Trained, *, batch: int, slots: int, overheads: Sequence[int] = (), steps: int = 16,
-    repeats: int = 5, copied: int = 2**28,
+    repeats: int = 5, copied: int = 2**30,
 ) -> Numbers:  # fmt: skip
     """Decoding with full caches of `slots` slots, with a quarter of them, and what they allow.
 

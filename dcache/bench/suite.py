@@ -32,7 +32,7 @@ class Sizes:
     training_prompt: int = 512
     long_prompt: int = 7900
     matrix: int = 2048
-    copied: int = 2**28
+    copied: int = 2**30
 
 
 QUICK = Sizes(slots=(2000,), prompt=1000)

@@ -24,7 +24,7 @@ from jax import Array
 
 from dcache import budget as budgets
 from dcache import cache as kv
-from dcache import chunked, model
+from dcache import chunked, model, rollout
 from dcache.attention import EMPTY, StatsRequest
 from dcache.config import ModelConfig
 from dcache.errors import ConfigError
@@ -245,17 +245,10 @@ def _decode(
     Args:
       params: in the layout for decoding. token: int32[A], not yet fed. at: int32 scalar, tokens fed so far.
     """
-
-    def one(carry, i):
-        students, token = carry
-        hidden, students = model.extend(params, config, token[:, None], students, at + i)
-        token = jnp.argmax(model.unembed(params, hidden[:, 0], config), axis=-1).astype(jnp.int32)
-        return (students, token), token
-
-    (students, _), tokens = jax.lax.scan(one, (students, token), jnp.arange(count, dtype=jnp.int32))
+    tokens, students = rollout.greedy(params, config, token, students, count, at)
     if evict:
         students = fidelity.evict_again(students, policies, weights, allowed, key)
-    return students, tokens.T
+    return students, tokens
 
 
 def answers(
