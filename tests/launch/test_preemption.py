@@ -20,13 +20,15 @@ TINY = ("--config=configs/smollm2.py:tiny", f"--config.learn.steps={STEPS}")
 
 
 def machine(folder, devices):
-    """A machine of its own: this checkout in another place, no compiled programs, a number of devices."""
+    """A machine of its own: this checkout in another place, no compiled programs, a number of devices that pass for GPUs."""
     (folder / "bin").mkdir(parents=True)
     for name in ("launch", "configs", "dcache", "policies"):
         (folder / name).symlink_to(ROOT / name)
     (folder / ".venv").symlink_to(sys.prefix)
     # As Slurm does: the step's exit status is the run's, and a warning signal goes to the step alone.
-    for name, text in (("srun", 'shift; exec "$@"'), ("scontrol", f'echo "$@" > "{folder}/scontrol"')):
+    for name, text in (
+        ("srun", 'shift; exec "$@"'), ("scontrol", f'echo "$@" > "{folder}/scontrol"'), ("nvidia-smi", "true"),
+    ):  # fmt: skip
         (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / "bin" / name).chmod(0o755)
     return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
