@@ -5,10 +5,12 @@
     --out=bench.json  where the numbers go besides the terminal; a table (.md) and a picture (.png) lie beside it
     --latency=h2o,...  with the suite "all": policies ([LABEL=]NAME or FOLDER) whose time per component is measured at 25%;
                       empty for none
+    --peers=PYTHON    Python of an environment with transformers and kvpress (benchmarks/peers/README.md), measured too
 
 Nothing else should be running.
 """
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -29,12 +31,13 @@ _LATENCY = flags.DEFINE_list(
 _LATENCY_PROMPT = flags.DEFINE_integer(
     "latency_prompt", 2000, "Tokens of the prompt of that measurement.", lower_bound=64
 )
+_PEERS = flags.DEFINE_string("peers", None, "Python of the peers' environment; without it they are not measured.")
 
 
 def main(argv: list[str]) -> None:
     import dcache
     from dcache import latency
-    from dcache.bench import suite
+    from dcache.bench import peers, suite
     from dcache.errors import ConfigError
     from dcache.evaluate.harness import labelled
     from dcache.workdir import atomic_write
@@ -49,12 +52,17 @@ def main(argv: list[str]) -> None:
     methods = {label: dcache.resolve(str(place)) for label, place in chosen.items()}
     latency.check(models["float32"], methods)
     numbers: dict[str, Any] = {}
-    for name, part in suite.parts(models, trained, _SUITE.value, sizes, _REPEATS.value).items():
-        print(f"{name} ...", flush=True)
-        measured = part()
-        for key, value in measured.items():
-            print(f"  {key:<44} {value:,.4g}", flush=True)
-        numbers |= measured
+    with contextlib.ExitStack() as stack:
+        peer = None
+        if _PEERS.value is not None:
+            peer = stack.enter_context(peers.Peer(peers.command(_PEERS.value, _MODEL.value)))
+            peer.seconds(prefill=16)  # so that what is missing there shows now
+        for name, part in suite.parts(models, trained, _SUITE.value, sizes, _REPEATS.value, peer).items():
+            print(f"{name} ...", flush=True)
+            measured = part()
+            for key, value in measured.items():
+                print(f"  {key:<44} {value:,.4g}", flush=True)
+            numbers |= measured
     numbers |= suite.summary(numbers)
     table = suite.table(numbers)
     if methods:

@@ -14,7 +14,7 @@ import pytest
 from dcache import bench, model
 from dcache import cache as kv
 from dcache.attention import StatsRequest
-from dcache.bench import decoding, suite, timing
+from dcache.bench import decoding, peers, suite, timing
 from dcache.errors import ConfigError
 from dcache.policies import make
 from dcache.policies.base import Trained
@@ -221,3 +221,41 @@ def test_random_prompt_is_reproducible(tiny):
     first, again = (bench.random_prompt(tiny, 50, seed=3) for _ in range(2))
     np.testing.assert_array_equal(first, again)
     assert first.shape == (50,) and first.max() < tiny.config.vocab_size
+
+
+PEER = """
+import json, sys
+for line in sys.stdin:
+    request = json.loads(line)
+    print(json.dumps({"seconds": 2.0 if "decode" in request else 3.0, "request": request}), flush=True)
+    open(sys.argv[1], "a").write(line)
+"""
+
+
+def test_peers_are_measured_on_the_same_work(tiny, tmp_path):
+    asked = tmp_path / "asked"
+    with peers.Peer([sys.executable, "-c", PEER, str(asked)]) as peer:
+        decoded = peers.decode(tiny, peer, batch=2, slots=200, steps=4, repeats=2)
+        read = peers.prefill(tiny, peer, prompt=96, repeats=2)
+    requests = [json.loads(line) for line in asked.read_text().splitlines()]
+    whole, quarter = ({"decode": 4, "batch": 2, "slots": slots} for slots in (200, 50))
+    plain, pressed = {"prefill": 96}, {"prefill": 96, "press": 0.25}
+    assert requests == [*[whole] * 3, *[quarter] * 3, *[plain] * 3, *[pressed] * 3]
+    for name in ("b2.s200", "b2.s200.quarter"):
+        assert decoded[f"peers.decode_seconds.{name}"] == 2.0
+        own = decoded[f"peers.decode_seconds_dcache.{name}"]
+        assert decoded[f"peers.decode_ratio.{name}"] == pytest.approx(2.0 / own)
+    for name in ("plain", "snapkv"):
+        assert read[f"peers.prefill_ratio.s96.{name}"] == pytest.approx(
+            3.0 / read[f"peers.prefill_seconds_dcache.s96.{name}"]
+        )
+
+
+def test_a_peer_that_ends_or_is_not_there_is_said(tiny):
+    with (
+        peers.Peer([sys.executable, "-c", "raise SystemExit(3)"]) as peer,
+        pytest.raises(ConfigError, match="status 3"),
+    ):
+        peer.seconds(prefill=16)
+    with pytest.raises(ConfigError, match="no-such-python"):
+        peers.Peer(["no-such-python"])

@@ -1,11 +1,13 @@
 """What `launch/bench.py` measures, the bars that issue and README set, and the table and picture of the results."""
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from dcache.bench import peers
 from dcache.bench.costs import generation_bytes, prefill_memory, prefill_signals, rollout_cost, training_step
 from dcache.bench.decoding import decode
 from dcache.bench.timing import Numbers, machine
@@ -39,12 +41,16 @@ QUICK = Sizes(slots=(2000,), prompt=1000)
 ALL = Sizes()
 
 
-def parts(models: Mapping[str, LanguageModel], trained: Trained, suite: Suite, sizes: Sizes, repeats: int) -> Parts:
+def parts(
+    models: Mapping[str, LanguageModel], trained: Trained, suite: Suite, sizes: Sizes, repeats: int,
+    peer: peers.Peer | None = None,
+) -> Parts:  # fmt: skip
     """The measurements of a suite, by name, in order.
 
     Args:
       models: the same one by its dtype, float32 first. trained: the policy that evicts.
       suite: "quick", or "all": with larger caches, training, and long prompts.
+      peer: transformers and kvpress, to be measured beside dcache in float32, or None.
     """
     lm = models["float32"]
 
@@ -65,6 +71,13 @@ def parts(models: Mapping[str, LanguageModel], trained: Trained, suite: Suite, s
         found["training step"] = lambda: training_step(lm, trained, prompt=sizes.training_prompt, repeats=repeats)
         found["prefill memory"] = lambda: prefill_memory(lm, sizes.long_prompt)
         found["generation"] = lambda: generation_bytes(lm, trained, sizes.long_prompt)
+    if peer is not None:
+        for slots in sizes.slots:
+            for batch in sizes.batches:
+                found[f"peers, decoding, batch {batch}, {slots} slots"] = functools.partial(
+                    peers.decode, lm, peer, batch=batch, slots=slots, repeats=repeats
+                )
+        found["peers, prefill"] = lambda: peers.prefill(lm, peer, prompt=sizes.prompt, repeats=repeats)
     return found
 
 
@@ -91,6 +104,9 @@ BARS: dict[str, tuple[Literal["at least", "at most"], float]] = {
     r"policy\.overhead_fraction\.every1": ("at most", 0.10),
     r"prefill\.signals_ratio": ("at most", 1.25),
     r"rollout\.ratio": ("at most", 1.3),
+    r"peers\.decode_ratio\.b1\.s\d+(\.quarter)?": ("at least", 1.0),
+    r"peers\.decode_ratio\.b8\.s8000(\.quarter)?": ("at least", 1.5),
+    r"peers\.prefill_ratio\.s\d+\.snapkv": ("at least", 1.0),
     r"train\.step_ratio": ("at most", 1.5),
     r"generate\.s\d+\.cache_fraction": ("at most", 0.26),
 }
