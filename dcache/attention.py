@@ -130,27 +130,45 @@ def visible(query_position: Array, key_position: Array, sliding_window: int | No
 
 
 def _einsum(spec: str, x: Array, y: Array) -> Array:
-    """A product of two tensors, in the dtype of the second, accumulated and returned in float32."""
-    x = x.astype(y.dtype)
+    """A product of two tensors of one dtype, accumulated and returned in float32."""
     if x.dtype != jnp.float32 and platform() == "cpu":
         # XLA's CPU backend has no batched bfloat16 product with a float32 result.
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
 
 
-def by_keys(product: str, x: Array, y: Array) -> Array:
-    """Products of x [B, K, M, .] with the keys or values y [B or 1, K, S, H] of the same head: f32[B, K, M, .].
+def _logits(q: Array, k: Array, order: str) -> Array:
+    """q [B,T,K,G,H] . k [B or 1,K,S,H] -> f32[order], scaled; order names the axes b, k, t, g, s."""
+    scale = 1.0 / math.sqrt(q.shape[-1])
+    if k.shape[0] == 1:
+        # One matrix product per key/value head for the whole batch: shared keys are read once.
+        return _einsum(f"btkgh,ksh->{order}", q, k[0]) * scale
+    if _merges(order):
+        b, t, heads, g, h = q.shape
+        rows = q.swapaxes(1, 2).reshape(b, heads, t * g, h)
+        return _einsum("bkmh,bksh->bkms", rows, k).reshape(b, heads, t, g, -1) * scale
+    return _einsum(f"btkgh,bksh->{order}", q, k) * scale
 
-    Args:
-      product: in the letters m, s, h, and x for what both have in common: "xmh,xsh->xms" or "xms,xsh->xmh".
 
-    All that meets the same keys is one axis M: with several, even of size 1, XLA's CPU backend takes three times as long.
+def _mix(probs: Array, v: Array, order: str) -> Array:
+    """probs f32[order], v [B or 1,K,S,H] -> f32[B,T,K,G,H]."""
+    probs = probs.astype(v.dtype)
+    if v.shape[0] == 1:
+        return _einsum(f"{order},ksh->btkgh", probs, v[0])
+    if _merges(order):
+        b, heads, t, g, s = probs.shape
+        out = _einsum("bkms,bksh->bkmh", probs.reshape(b, heads, t * g, s), v)
+        return out.reshape(b, heads, t, g, -1).swapaxes(1, 2)
+    return _einsum(f"{order},bksh->btkgh", probs, v)
+
+
+def _merges(order: str) -> bool:
+    """Whether all queries of a key are to be one axis of a product.
+
+    With two, even of size 1, XLA's CPU backend takes three times as long. Other backends keep the plain product: there no gain
+    has been measured, and what libtpu makes of it is recorded (`tests/golden/compiled.json`).
     """
-    if y.shape[0] == 1:  # shared keys are read once, for the whole batch
-        b, k, m, size = x.shape
-        out = _einsum(product, x.swapaxes(0, 1).reshape(k, b * m, size), y[0])
-        return out.reshape(k, b, m, -1).swapaxes(0, 1)
-    return _einsum(product.replace("x", "bk"), x, y)
+    return order == "bktgs" and platform() == "cpu"
 
 
 def attend(
@@ -196,31 +214,31 @@ def attend(
 
 def _attend(q, segments, query_position, key_position, sliding_window, weight, *, split):
     """`attend` of the slots on this device; `split`: others hold further slots, and softmax and output are merged."""
-    (b, t, n, h), kv_heads = q.shape, key_position.shape[1]
-    groups = n // kv_heads
-    rows = jnp.einsum("btkgh->bktgh", q.reshape(b, t, kv_heads, groups, h)).reshape(b, kv_heads, t * groups, h)
-    logits = jnp.concatenate([by_keys("xmh,xsh->xms", rows, s.k) for s in segments], axis=-1) * (1.0 / math.sqrt(h))
-    logits = logits.reshape(b, kv_heads, t, groups, -1)
+    b, t, n, h = q.shape
+    kv_heads = key_position.shape[1]
+    grouped = q.reshape(b, t, kv_heads, n // kv_heads, h)
+    # The order in which the matrix products come out: transposing the probabilities would cost as much as they do.
+    order = "kbtgs" if segments[0].k.shape[0] == 1 else "bktgs"
+    logits = jnp.concatenate([_logits(grouped, s.k, order) for s in segments], axis=-1)
     seen = visible(query_position[:, None], key_position, sliding_window)  # [B, K, T, S]
+    seen = jnp.einsum(f"bkts->{order.replace('g', '')}", seen)
     logits = jnp.where(seen[:, :, :, None], logits, _MASKED)
     if weight is not None:
-        probs = weighted_softmax(logits, weight[:, :, None, None], split=split)
+        probs = weighted_softmax(logits, jnp.einsum(f"bks->{order[:2]}s", weight)[:, :, None, None], split=split)
     elif split:  # the log-sum-exp of all slots: the largest logit, then the sum relative to it
         probs = jnp.exp(logits - _largest(logits, split))
         probs = probs / _total(probs, split)
     else:
         probs = jax.nn.softmax(logits, axis=-1)
-    out, start = jnp.zeros(rows.shape, jnp.float32), 0
-    by_row = probs.reshape(*rows.shape[:3], -1)
+    out, start = jnp.zeros((b, t, kv_heads, n // kv_heads, h), jnp.float32), 0
     for segment in segments:
         stop = start + segment.k.shape[2]
-        out += by_keys("xms,xsh->xmh", by_row[..., start:stop], segment.v)
+        out += _mix(probs[..., start:stop], segment.v, order)
         start = stop
     if split:
         out = jax.lax.psum(out, _SPLIT)
-    out = jnp.einsum("bktgh->btkgh", out.reshape(b, kv_heads, t, groups, h)).astype(q.dtype)
-    by_head = jnp.einsum("bktgs->bkgts", probs)
-    return out.reshape(b, t, n, h), by_head.reshape(b, n, t, start)
+    by_head = jnp.einsum(f"{order}->bkgts", probs)
+    return out.reshape(b, t, n, h).astype(q.dtype), by_head.reshape(b, n, t, start)
 
 
 def _largest(x: Array, split: bool) -> Array:
@@ -315,7 +333,7 @@ def _by_blocks(q, segments, query_position, key_position, sliding_window, *, mas
         q_block, p_block = block
         out, probs = attend(q_block, segments, p_block, key_position, sliding_window)
         if mass:
-            new = jnp.einsum("bnts,bt->bns", probs, (p_block >= 0).astype(jnp.float32))
+            new = jnp.sum(jnp.where((p_block >= 0)[:, None, :, None], probs, 0.0), axis=2)
             summed = constrain(summed + new, "BNS")
         return summed, out
 

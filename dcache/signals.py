@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dcache import cache as kv
-from dcache.attention import StatsRequest, by_keys
+from dcache.attention import StatsRequest
 from dcache.errors import ConfigError
 
 Granularity = Literal["sequence", "layer", "head"]
@@ -265,10 +265,20 @@ def key_similarity(cache: kv.Cache) -> Array:
         filled = jnp.split((position >= 0).astype(jnp.float32), ends, axis=-1)
         scale = [there / jnp.maximum(norm, 1e-12) for there, norm in zip(filled, norms, strict=True)]
         total: Any = 0.0
-        for part, weights in zip(parts, scale, strict=True):
-            total = total + by_keys("xms,xsh->xmh", weights[:, :, None], part)
+        for part, w in zip(parts, scale, strict=True):
+            total = total + (
+                jnp.einsum("bks,ksh->bkh", w, part[0]) if part.shape[0] == 1 else jnp.einsum("bks,bksh->bkh", w, part)
+            )
         anchor = total / jnp.maximum(jnp.linalg.norm(total, axis=-1, keepdims=True), 1e-12)
-        sims = [by_keys("xmh,xsh->xms", anchor, part)[:, :, 0] * w for part, w in zip(parts, scale, strict=True)]
+        sims = [
+            w
+            * (
+                jnp.einsum("bkh,ksh->bks", anchor, part[0])
+                if part.shape[0] == 1
+                else jnp.einsum("bkh,bksh->bks", anchor, part)
+            )
+            for part, w in zip(parts, scale, strict=True)
+        ]
         return jnp.concatenate(sims, axis=-1)
 
     if isinstance(cache.layers, tuple):
