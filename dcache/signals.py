@@ -43,6 +43,10 @@ LOG_OFFSET = 1e-8
 """Added before the logarithm of an attention signal."""
 
 
+_OVER: dict[Granularity, tuple[int, ...]] = {"sequence": (0, 2, 3), "layer": (2, 3), "head": (3,)}
+"""Axes of [L, B, K, G, S] that a granularity does not tell apart."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _View:
     """A cache as the signals read it: all layers stacked."""
@@ -62,16 +66,12 @@ class _View:
         return jnp.max(x, axis=0) if self.layer_reduce == "max" else jnp.mean(x, axis=0)
 
     def mean(self, x: Array) -> Array:
-        """Mean over query heads [L, B, N, S] down to the granularity."""
-        if self.granularity == "sequence":
-            return jnp.mean(x, axis=(0, 2))
-        return jnp.mean(x, axis=2) if self.granularity == "layer" else jnp.mean(self.grouped(x), axis=3)
+        """Mean over query heads [L, B, K, G, S] down to the granularity."""
+        return jnp.mean(x, axis=_OVER[self.granularity])
 
     def highest(self, x: Array) -> Array:
-        """Maximum over query heads [L, B, N, S] (and layers) down to the granularity."""
-        if self.granularity == "sequence":
-            return jnp.max(x, axis=(0, 2))
-        return jnp.max(x, axis=2) if self.granularity == "layer" else jnp.max(self.grouped(x), axis=3)
+        """Maximum over query heads [L, B, K, G, S] (and layers) down to the granularity."""
+        return jnp.max(x, axis=_OVER[self.granularity])
 
     def queries(self) -> Array:
         """f32[L, B, 1 or K, S]: how many queries could see each token (its own included), at least 1."""
@@ -83,12 +83,8 @@ class _View:
         return self.grouped(x) / self.queries()[:, :, :, None]
 
 
-_HEADS = {"sequence": (0, 2, 3), "layer": (2, 3), "head": (3,)}
-"""Axes of f32[L, B, K, G, S] over which a mean is taken down to the granularity."""
-
-
 def _alpha(view: _View) -> Array:
-    return jnp.mean(view.per_query(view.layers.stats.mass), axis=_HEADS[view.granularity])
+    return view.mean(view.per_query(view.layers.stats.mass))
 
 
 def _sigma(view: _View) -> Array:
@@ -123,11 +119,11 @@ def _pos(view: _View) -> Array:
 
 
 def _window_mean(view: _View) -> Array:
-    return view.mean(view.layers.stats.windows[WINDOW]) / WINDOW
+    return view.mean(view.grouped(view.layers.stats.windows[WINDOW])) / WINDOW
 
 
 def _window_max(view: _View) -> Array:
-    return view.highest(view.layers.stats.windows[WINDOW] / WINDOW)
+    return view.highest(view.grouped(view.layers.stats.windows[WINDOW])) / WINDOW
 
 
 def _upper(signal: Callable[[_View], Array]) -> Callable[[_View], Array]:
@@ -157,11 +153,11 @@ def _near(signal: Callable[[_View], Array]) -> Callable[[_View], Array]:
 
 
 def _last(view: _View) -> Array:
-    return view.mean(view.layers.stats.last)
+    return view.mean(view.grouped(view.layers.stats.last))
 
 
 def _last_max(view: _View) -> Array:
-    return view.highest(view.layers.stats.last)
+    return view.highest(view.grouped(view.layers.stats.last))
 
 
 def _key_distinct(view: _View) -> Array:
@@ -256,29 +252,19 @@ def key_similarity(cache: kv.Cache) -> Array:
     KeyDiff, arXiv 2504.15364. Empty slots get 0.
     """
 
+    def product(spec: str, x: Array, keys: Array) -> Array:
+        # The keys of a shared prompt have batch size 1 and are read once for all sequences.
+        return jnp.einsum(spec, x, keys) if keys.shape[0] > 1 else jnp.einsum(spec.replace("bksh", "ksh"), x, keys[0])
+
     def one(own: Array, position: Array, prompt: Array | None) -> Array:
-        # The keys of a shared prompt have batch size 1 and are read once for all sequences. Unit keys are never written
-        # down: products with the keys as they are, and their norms, cost a fifth of the time on a CPU.
+        # Unit keys are never written down: products with the keys as they are, and their norms, cost a fifth of the time on
+        # a CPU.
         parts = [x.astype(jnp.float32) for x in ([own] if prompt is None else [prompt, own])]
-        ends = [sum(part.shape[2] for part in parts[: i + 1]) for i in range(len(parts) - 1)]
-        norms = [jnp.linalg.norm(part, axis=-1) for part in parts]
-        filled = jnp.split((position >= 0).astype(jnp.float32), ends, axis=-1)
-        scale = [there / jnp.maximum(norm, 1e-12) for there, norm in zip(filled, norms, strict=True)]
-        total: Any = 0.0
-        for part, w in zip(parts, scale, strict=True):
-            total = total + (
-                jnp.einsum("bks,ksh->bkh", w, part[0]) if part.shape[0] == 1 else jnp.einsum("bks,bksh->bkh", w, part)
-            )
+        filled = jnp.split((position >= 0).astype(jnp.float32), [part.shape[2] for part in parts[:-1]], axis=-1)
+        scale = [f / jnp.maximum(jnp.linalg.norm(k, axis=-1), 1e-12) for f, k in zip(filled, parts, strict=True)]
+        total: Any = sum(product("bks,bksh->bkh", w, k) for w, k in zip(scale, parts, strict=True))
         anchor = total / jnp.maximum(jnp.linalg.norm(total, axis=-1, keepdims=True), 1e-12)
-        sims = [
-            w
-            * (
-                jnp.einsum("bkh,ksh->bks", anchor, part[0])
-                if part.shape[0] == 1
-                else jnp.einsum("bkh,bksh->bks", anchor, part)
-            )
-            for part, w in zip(parts, scale, strict=True)
-        ]
+        sims = [w * product("bkh,bksh->bks", anchor, k) for w, k in zip(scale, parts, strict=True)]
         return jnp.concatenate(sims, axis=-1)
 
     if isinstance(cache.layers, tuple):

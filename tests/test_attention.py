@@ -226,3 +226,20 @@ def test_accumulate_chunk_equals_single_queries(getkey):
 def test_accumulate_passes_on_what_is_absent(getkey):
     new = accumulate(Stats(), jax.random.uniform(getkey(), (1, 2, 1, 3)), jnp.ones((1, 2, 3), bool))
     assert (new.mass, new.last, new.windows) == (None, None, {})
+
+
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("shared", [False, True])
+def test_products_of_all_backends_agree(monkeypatch, count, shared):
+    """CPUs multiply in a form of their own: the others' gives the same output and probabilities."""
+    q, k, v = random_qkv(jax.random.key(3), 3, 40)
+    segments = [Segment(k[:1], v[:1]), Segment(k[:, :, :7], v[:, :, :7])] if shared else [Segment(k, v)]
+    slots = sum(segment.k.shape[2] for segment in segments)
+    at = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (3, 2, slots)).at[1, 0, 5:9].set(-1)
+    last = jnp.broadcast_to(jnp.arange(slots - count, slots, dtype=jnp.int32), (3, count))
+    found = {}
+    for backend in ("cpu", "gpu"):
+        monkeypatch.setattr("dcache.attention.platform", lambda backend=backend: backend)
+        found[backend] = attend(q[:, :count], segments, last, at)
+    for own, others in zip(found["cpu"], found["gpu"], strict=True):
+        np.testing.assert_allclose(own, others, rtol=1e-5, atol=1e-6)

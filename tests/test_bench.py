@@ -16,8 +16,9 @@ from dcache import cache as kv
 from dcache.attention import StatsRequest
 from dcache.bench import decoding, peers, suite, timing
 from dcache.errors import ConfigError
+from dcache.generate import pad_prompts
 from dcache.policies import make
-from dcache.policies.base import Trained
+from dcache.policies.base import Trained, keep_set
 from dcache.policies.distillcache import DistillCache
 
 
@@ -184,6 +185,9 @@ def test_suites(tiny, trained):
     }
     assert set(names["quick"]) < set(names["all"]) and not any("8000" in name for name in names["quick"])
     assert "decoding, batch 8, 8000 slots, bfloat16" in names["all"] and "training step" in names["all"]
+    with peers.Peer([sys.executable, "-c", PEER, os.devnull]) as peer:
+        more = set(suite.parts({"float32": tiny}, trained, "all", suite.ALL, 1, peer)) - set(names["all"])
+    assert more >= {"peers, decoding, batch 8, 8000 slots", "peers, prefill"}
 
 
 @pytest.mark.slow
@@ -251,7 +255,7 @@ def test_peers_are_measured_on_the_same_work(tiny, tmp_path):
         )
 
 
-def test_a_peer_that_ends_or_is_not_there_is_said(tiny):
+def test_a_peer_that_ends_or_is_not_there_is_said():
     with (
         peers.Peer([sys.executable, "-c", "raise SystemExit(3)"]) as peer,
         pytest.raises(ConfigError, match="status 3"),
@@ -259,3 +263,15 @@ def test_a_peer_that_ends_or_is_not_there_is_said(tiny):
         peer.seconds(prefill=16)
     with pytest.raises(ConfigError, match="no-such-python"):
         peers.Peer(["no-such-python"])
+
+
+def test_the_prefill_beside_the_peers_ends_with_the_cache_of_snapkv(tiny):
+    tokens, length = pad_prompts([bench.random_prompt(tiny, 96)], 96)
+    policy = make("snapkv")
+    first, cache = peers._read(tiny.params, tokens, length, config=tiny.config, policy=policy, kept=40)
+    hidden, whole = model.prefill(tiny.params, tiny.config, tokens, length, policy.needs)
+    keep = keep_set(policy, (), whole, jnp.asarray([40], jnp.int32), jax.random.key(0))
+    for layer, at in enumerate(kv.positions(cache)):
+        for head in range(at.shape[1]):
+            np.testing.assert_array_equal(at[0, head], np.flatnonzero(keep[layer, 0, head]))
+    assert int(first[0]) == int(jnp.argmax(model.unembed(tiny.params, hidden[:, -1], tiny.config)))

@@ -8,23 +8,25 @@ import json
 import os
 import statistics
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from dcache import budget as budgets
+from dcache import cache as kv
 from dcache import model
 from dcache.bench.decoding import RATIO, Decoding
 from dcache.bench.timing import Numbers, interleaved, random_prompt
+from dcache.config import ModelConfig
 from dcache.errors import ConfigError
 from dcache.generate import pad_prompts
 from dcache.load import LanguageModel, find_directory
 from dcache.policies import make
-from dcache.policies.base import keep_set
+from dcache.policies.base import Policy, keep_set
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "peers" / "speed.py"
 
@@ -75,7 +77,7 @@ class Peer:
 def command(python: str, model_name: str) -> list[str]:
     """Of the peers' process: their Python, a model by the name that `dcache.load` takes, and a thread for each of our cores."""
     directory = str(find_directory(model_name))
-    threads = str(len(os.sched_getaffinity(0)))
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # not on macOS
     return [python, str(SCRIPT), f"--model={directory}", f"--threads={threads}"]
 
 
@@ -107,26 +109,18 @@ def decode(
 
 
 def prefill(lm: LanguageModel, peer: Peer, *, prompt: int, repeats: int = 3) -> Numbers:
-    """Reading a prompt, without more and under SnapKV, which scores and leaves a quarter: the peers' time over dcache's."""
-    policy = make("snapkv")
+    """Reading a prompt up to the first token, without more and under SnapKV, of whose cache a quarter is left.
+
+    `peers.prefill_ratio...` is the peers' time over dcache's.
+    """
     tokens, length = pad_prompts([random_prompt(lm, prompt)], prompt)
-    read = jax.jit(functools.partial(model.prefill, config=lm.config), static_argnames="request")
-    kept = jnp.asarray([budgets.tokens_kept(RATIO, prompt)], jnp.int32)
-    choose = jax.jit(lambda cache: keep_set(policy, (), cache, kept, jax.random.key(0)))
     numbers: Numbers = {}
-    for name, share in (("plain", {}), ("snapkv", {"press": RATIO})):
+    for name, policy, share in (("plain", make("full"), {}), ("snapkv", make("snapkv"), {"press": RATIO})):
+        kept = budgets.tokens_kept(RATIO, prompt) if share else prompt
+        own = functools.partial(_read, lm.params, tokens, length, config=lm.config, policy=policy, kept=kept)
         theirs: list[float] = []
-
-        def own(pressed: bool = bool(share)):
-            request = policy.needs if pressed else type(policy.needs)()
-            _, cache = read(lm.params, tokens=tokens, length=length, request=request)
-            return choose(cache) if pressed else cache
-
-        calls: dict[str, Callable[[], Any]] = {
-            "dcache": own,
-            "peers": functools.partial(_note, theirs, peer, prefill=prompt, **share),
-        }
-        mine = interleaved(calls, repeats)["dcache"]
+        ask = functools.partial(_note, theirs, peer, prefill=prompt, **share)
+        mine = interleaved({"dcache": own, "peers": ask}, repeats)["dcache"]
         found = statistics.median(theirs[1:])
         numbers |= {
             f"peers.prefill_seconds.s{prompt}.{name}": found,
@@ -134,6 +128,19 @@ def prefill(lm: LanguageModel, peer: Peer, *, prompt: int, repeats: int = 3) -> 
             f"peers.prefill_ratio.s{prompt}.{name}": found / mine,
         }
     return numbers
+
+
+@functools.partial(jax.jit, static_argnames=("config", "policy", "kept"))
+def _read(
+    params: model.Params, tokens: Array, length: Array, *, config: ModelConfig, policy: Policy, kept: int
+) -> tuple[Array, kv.Cache]:
+    """The first token of a prompt without padding, int32[1], and its cache of `kept` slots."""
+    hidden, cache = model.prefill(params, config, tokens, length, policy.needs)
+    first = jnp.argmax(model.unembed(params, hidden[:, -1], config), axis=-1).astype(jnp.int32)
+    if kept < tokens.shape[1]:
+        keep = keep_set(policy, (), cache, jnp.full_like(length, kept), jax.random.key(0))
+        cache = kv.compact(cache, keep, kept, room=0)
+    return first, cache
 
 
 def _note(times: list[float], peer: Peer, **request: float) -> None:
