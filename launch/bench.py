@@ -57,7 +57,9 @@ def main(argv: list[str]) -> None:
         if _PEERS.value is not None:
             peer = stack.enter_context(peers.Peer(peers.command(_PEERS.value, _MODEL.value)))
             peer.seconds(prefill=16)  # so that what is missing there shows now
-        for name, part in suite.parts(models, trained, _SUITE.value, sizes, _REPEATS.value, peer).items():
+        for name, part in suite.parts(
+            models, trained, _SUITE.value, sizes, _REPEATS.value, _POLICY.value, peer
+        ).items():
             print(f"{name} ...", flush=True)
             measured = part()
             for key, value in measured.items():

@@ -141,6 +141,15 @@ def test_signals_and_rollout(tiny, trained):
         bench.rollout_cost(tiny, Trained(make("h2o"), ()))
 
 
+def test_first_token():
+    """A new process has to start, load and compile; one that has answered before only reads."""
+    found = bench.first_token("tiny", "snapkv", prompt=40)
+    cold, restarted, warm = (found[f"first_token.s40.{name}_seconds"] for name in ("cold", "restarted", "warm"))
+    assert 0 < warm < min(cold, restarted)
+    with pytest.raises(ConfigError, match="status 1"):
+        bench.first_token("tiny", "no-such-policy", prompt=40)
+
+
 def test_what_the_machine_can_do():
     found = bench.machine(repeats=1, size=16, nbytes=2**12)
     assert set(found) == {"machine.copy_bandwidth", "machine.matrix_rate", "machine.matrix_rate_bf16"}
@@ -180,13 +189,13 @@ def test_picture(tmp_path):
 
 def test_suites(tiny, trained):
     names = {
-        kind: list(suite.parts({"float32": tiny, "bfloat16": tiny}, trained, kind, sizes, 1))
+        kind: list(suite.parts({"float32": tiny, "bfloat16": tiny}, trained, kind, sizes, 1, "distillcache"))
         for kind, sizes in (("quick", suite.QUICK), ("all", suite.ALL))
     }
     assert set(names["quick"]) < set(names["all"]) and not any("8000" in name for name in names["quick"])
     assert "decoding, batch 8, 8000 slots, bfloat16" in names["all"] and "training step" in names["all"]
     with peers.Peer([sys.executable, "-c", PEER, os.devnull]) as peer:
-        more = set(suite.parts({"float32": tiny}, trained, "all", suite.ALL, 1, peer)) - set(names["all"])
+        more = set(suite.parts({"float32": tiny}, trained, "all", suite.ALL, 1, "distillcache", peer)) - set(names["all"])
     assert more >= {"peers, decoding, batch 8, 8000 slots", "peers, prefill"}
 
 
@@ -209,6 +218,7 @@ def test_the_command(tmp_path):
             for what in ("speedup_25", "speedup_bytes_limit", "bandwidth_fraction"):
                 assert numbers[f"decode.b{batch}.s2000{dtype}.{what}"] > 0
     assert {"policy.overhead_fraction.every1", "policy.overhead_fraction.every16", "prefill.signals_ratio", "rollout.ratio",
+            "first_token.s1000.cold_seconds", "first_token.s1000.restarted_seconds", "first_token.s1000.warm_seconds",
             "machine.copy_bandwidth", "machine.matrix_rate", "decode.b1.bandwidth_fraction"} <= numbers.keys()  # fmt: skip
     assert "| rollout.ratio |" in (tmp_path / "b.md").read_text() and (tmp_path / "b.png").is_file()
 

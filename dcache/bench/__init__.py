@@ -6,11 +6,13 @@ is compared, because machines are shared and noisy.
 
 from dcache.bench.costs import generation_bytes, prefill_memory, prefill_signals, rollout_cost, training_step
 from dcache.bench.decoding import decode
+from dcache.bench.first_token import first_token
 from dcache.bench.timing import Numbers, interleaved, machine, random_prompt
 
 __all__ = [
     "Numbers",
     "decode",
+    "first_token",
     "generation_bytes",
     "interleaved",
     "machine",

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from dcache.bench import peers
 from dcache.bench.costs import generation_bytes, prefill_memory, prefill_signals, rollout_cost, training_step
 from dcache.bench.decoding import decode
+from dcache.bench.first_token import first_token
 from dcache.bench.timing import Numbers, machine
 from dcache.load import LanguageModel
 from dcache.policies.base import Trained
@@ -42,13 +43,14 @@ ALL = Sizes()
 
 
 def parts(
-    models: Mapping[str, LanguageModel], trained: Trained, suite: Suite, sizes: Sizes, repeats: int,
+    models: Mapping[str, LanguageModel], trained: Trained, suite: Suite, sizes: Sizes, repeats: int, policy: str,
     peer: peers.Peer | None = None,
 ) -> Parts:  # fmt: skip
     """The measurements of a suite, by name, in order.
 
     Args:
       models: the same one by its dtype, float32 first. trained: the policy that evicts.
+      policy: name or folder of that policy, for processes that load it themselves.
       suite: "quick", or "all": with larger caches, training, and long prompts.
       peer: transformers and kvpress, to be measured beside dcache in float32, or None.
     """
@@ -66,6 +68,7 @@ def parts(
             for batch in sizes.batches:
                 found[f"decoding, batch {batch}, {slots} slots, {dtype}"] = decoding(dtype, batch, slots)
     found["prefill signals"] = lambda: prefill_signals(lm, sizes.prompt, repeats)
+    found["first token"] = lambda: first_token(lm.name, policy, prompt=sizes.prompt)
     found["rollout"] = lambda: rollout_cost(lm, trained, prompt=sizes.training_prompt, repeats=repeats)
     if suite == "all":
         found["training step"] = lambda: training_step(lm, trained, prompt=sizes.training_prompt, repeats=repeats)
