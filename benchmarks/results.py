@@ -18,7 +18,7 @@ def main(paths: list[str], champion: str) -> None:
         for field in ("architecture", "arms"):
             if other[field] != header[field]:
                 raise ConfigError(f"{path} was made with other {field} than {first}; give them in two calls.")
-    names = [record["name"] for _, found in read for record in found]
+    names = [runs.prompt_key(record) for _, found in read for record in found]
     if len(set(names)) < len(names):
         raise ConfigError("Two of the runs hold the same example; give each once.")
     together = [runs.make(header["model"], header, [record for _, found in read for record in found])]

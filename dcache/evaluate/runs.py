@@ -151,6 +151,11 @@ def having(runs: Sequence[Run], method: str, budget: str) -> list[Run]:
     return [run for run in runs if (method, budget) in run.arms]
 
 
+def prompt_key(record: Record) -> tuple[str, int | None]:
+    """What tells an example from all others of one model: runs of RULER at other lengths number theirs from 0, too."""
+    return record["name"], record.get("doc_length")
+
+
 def measure(
     runs: Sequence[Run], tasks: Iterable[str], row: Row, function: Callable[..., Any] = lambda mean: mean, *,
     pooled: bool = False, keep: Callable[[Record], bool] = lambda record: True,
@@ -162,16 +167,16 @@ def measure(
       `statistics.combined`. pooled: every prompt counts the same, whatever its task. keep: which examples count.
     """
     tasks = tuple(tasks)
-    tables: dict[str, dict[str, dict[str, Sequence[float]]]] = {}  # stratum -> run -> prompt -> values
-    task_of: dict[str, str] = {}
+    tables: dict[str, dict[str, dict[tuple, Sequence[float]]]] = {}  # stratum -> run -> prompt -> values
+    task_of: dict[tuple, str] = {}
     for run in runs:
         for record in run.records:
             values = row(record) if matches(record["task"], tasks) and keep(record) else None
             if values is not None:
                 # Pooled, too, task by task at first: two folders may hold different tasks.
                 group = record["task"] if pooled else stratum(record["task"])
-                tables.setdefault(group, {}).setdefault(run.label, {})[record["name"]] = values
-                task_of[record["name"]] = record["task"]
+                tables.setdefault(group, {}).setdefault(run.label, {})[prompt_key(record)] = values
+                task_of[prompt_key(record)] = record["task"]
     if not tables:
         return None
     groups: list[list[Sequence[float]]] = []

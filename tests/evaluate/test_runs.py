@@ -38,6 +38,15 @@ def test_tasks_count_the_same_and_bbh_counts_once():
     assert quantities.measured([run], "score", "h2o", "50%", ["*"]) is None
 
 
+def test_examples_that_bear_one_name_at_two_lengths_all_count():
+    """RULER at 4,096 tokens numbers its examples from 0, as RULER at 1,024 does in another results file."""
+    short, long = (make({"dcache_ruler_vt": [(0, 1.0, ours), (1, 1.0, ours)]}) for ours in (1.0, 0.0))
+    records = [record | {"doc_length": n} for run, n in ((short, 1024), (long, 4096)) for record in run.records]
+    together = runs.make("both", short.header, records)
+    found = quantities.measured([together], "score", "h2o", "25%", ["*"])
+    assert found.estimate.n == 4 and found.estimate.value == 0.5
+
+
 def test_seeds_are_runs_of_their_own():
     first = make({"t": [(0, 1.0, 1.0), (1, 1.0, 0.0), (2, 1.0, 0.0)]}, "first")
     second = make({"t": [(1, 1.0, 1.0), (0, 1.0, 1.0)]}, "second")  # another order, and it stopped early
