@@ -5,12 +5,13 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 WORKERS ?= 2
 VENV := .venv
+TPU := .libtpu
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo learning test test-slow lint format clean
+.PHONY: help setup demo learning test test-slow test-tpu lint format clean
 
 help:  ## list the commands
 	@echo "usage: make COMMAND [PYTHON=python3.12]"
@@ -31,6 +32,12 @@ test: setup  ## run the tests in two processes (PYTEST_ARGS="tests/test_model.py
 test-slow: setup  ## run the tests that take minutes each
 	@$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
+# libtpu lies in a folder of its own, because with it in .venv every command would look for a TPU first. Its version is that
+# of the recorded numbers.
+test-tpu: setup $(TPU)/.setup  ## compile 7B and 8B models and the kernels for TPU slices, without one
+	@PYTHONPATH=$(TPU) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m slow tests/test_compiled.py \
+	  tests/kernels/test_kernels_tpu.py $(PYTEST_ARGS)
+
 lint: $(VENV)/.setup-dev  ## check style and types (ruff, mypy)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -41,7 +48,7 @@ format: $(VENV)/.setup-dev  ## rewrite the sources in the project's style
 	@$(BIN)/ruff format .
 
 clean:  ## remove .venv and the tools' caches (runs/ stays)
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build dist *.egg-info
+	rm -rf $(VENV) $(TPU) .pytest_cache .ruff_cache .mypy_cache build dist *.egg-info
 
 # The stamps are written last: an interrupted installation is taken up again, a finished one is skipped until the
 # requirements change.
@@ -56,6 +63,10 @@ $(VENV)/.setup: requirements.txt pyproject.toml
 	@$(PIP) --no-deps -e .
 	@touch $@
 	@echo "$(VENV) is ready: $$($(BIN)/python -c 'import sys, importlib.metadata as m; print("Python", sys.version.split()[0] + ", JAX", m.version("jax"))')"
+
+$(TPU)/.setup: $(VENV)/.setup
+	@$(PIP) --no-deps --target $(TPU) libtpu==0.0.42.1
+	@touch $@
 
 $(VENV)/.setup-dev: $(VENV)/.setup requirements-dev.txt
 	@$(PIP) -r requirements-dev.txt

@@ -195,7 +195,9 @@ def test_suites(tiny, trained):
     assert set(names["quick"]) < set(names["all"]) and not any("8000" in name for name in names["quick"])
     assert "decoding, batch 8, 8000 slots, bfloat16" in names["all"] and "training step" in names["all"]
     with peers.Peer([sys.executable, "-c", PEER, os.devnull]) as peer:
-        more = set(suite.parts({"float32": tiny}, trained, "all", suite.ALL, 1, "distillcache", peer)) - set(names["all"])
+        more = set(suite.parts({"float32": tiny}, trained, "all", suite.ALL, 1, "distillcache", peer)) - set(
+            names["all"]
+        )
     assert more >= {"peers, decoding, batch 8, 8000 slots", "peers, prefill"}
 
 

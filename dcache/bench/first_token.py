@@ -81,4 +81,3 @@ def answer_twice(model: str, policy: str, prompt: str, started: str) -> None:
     moments.clear()
     answer([random_prompt(lm, int(prompt) - 3, seed=1)])  # of the same bucket, unless that is a multiple of 128
     print(json.dumps([first - float(started), moments[0] - given]))
-
