@@ -22,7 +22,7 @@ from dcache.evaluate.statistics import Estimate
 from dcache.evaluate.tables import Cell, Record
 
 _COLOURS = ("#999999", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F6000", "#0072B2")
-_TRAINED = "#D55E00"  # Reserved, so that what was learnt stands out.
+_TRAINED = ("#D55E00", "#7A1F1F", "#F2A07B", "#8E44AD")  # Reserved, so that what was learnt stands out.
 _MARKERS = "osv^D<>phX"
 _STYLE: dict[Any, Any] = {
     "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
@@ -33,16 +33,18 @@ _STYLE: dict[Any, Any] = {
 def _looks(header: Record) -> dict[str, dict]:
     """Colour, marker and line of every method.
 
-    Trained ones share a colour and differ in their markers; "h2o@sequence" has the colour of "h2o" and a dashed line.
+    Trained ones have colours of their own and thick lines; "h2o@sequence" has the colour of "h2o" and a dashed line.
     """
     looks: dict[str, dict] = {}
     bases: dict[str, str] = {}
-    colours, markers, trained_markers = itertools.cycle(_COLOURS), itertools.cycle(_MARKERS), itertools.cycle("*PXd")
+    colours, markers = itertools.cycle(_COLOURS), itertools.cycle(_MARKERS)
+    of_trained = itertools.cycle(zip(_TRAINED, "*PXd", strict=True))
     for method, _, trained in tables.columns(header)[1:]:
         if method in looks:
             continue
         if trained:
-            looks[method] = {"color": _TRAINED, "marker": next(trained_markers), "linewidth": 2.5, "zorder": 4}
+            colour, marker = next(of_trained)
+            looks[method] = {"color": colour, "marker": marker, "linewidth": 2.5, "zorder": 4}
             continue
         base = method.partition("@")[0]
         if base not in bases:
@@ -141,7 +143,7 @@ def _lines(
         colour = looks[method]["color"]
         axis.annotate(
             _label(method), (len(budgets) - 1 + 0.08, ends[method]), (len(budgets) - 1 + 0.25, back(height)), va="center",
-            color=colour, fontweight="bold" if colour == _TRAINED else "normal",
+            color=colour, fontweight="bold" if colour in _TRAINED else "normal",
             arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.6, "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 0},
         )  # fmt: skip
 
@@ -166,7 +168,7 @@ def _rows(axis, found: Mapping[tuple[str, str], Estimate], budget: str, looks: M
     axis.set_yticks(range(len(methods)), list(map(_label, methods)))
     for tick, method in zip(axis.get_yticklabels(), methods, strict=True):
         tick.set_color(looks[method]["color"])
-        tick.set_fontweight("bold" if looks[method]["color"] == _TRAINED else "normal")
+        tick.set_fontweight("bold" if looks[method]["color"] in _TRAINED else "normal")
     axis.set_xscale("log")
     axis.xaxis.set_major_formatter("{x:g}")
     axis.xaxis.set_minor_formatter("")
@@ -240,7 +242,7 @@ def training(metrics: Mapping[str, str | os.PathLike[str]], path: str | os.PathL
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(len(titles), 1, figsize=(7, 2.75 * len(titles)), sharex=True, squeeze=False)
         for axis, (field, title) in zip(axes[:, 0], titles.items(), strict=True):
-            for (label, lines), colour in zip(runs.items(), itertools.cycle((_TRAINED, *_COLOURS)), strict=False):
+            for (label, lines), colour in zip(runs.items(), itertools.cycle((_TRAINED[0], *_COLOURS)), strict=False):
                 if field not in lines[0]:
                     continue
                 step = np.asarray([line["step"] for line in lines])

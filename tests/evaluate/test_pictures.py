@@ -29,13 +29,13 @@ def only(header, records, budget):
 
 def test_kl_by_budget(sample, tmp_path):
     pictures.kl_by_budget(sample[0], tables.cells(*sample), tmp_path / "a.png")
-    assert has_colour(drawn(tmp_path / "a.png"), pictures._TRAINED)
+    assert has_colour(drawn(tmp_path / "a.png"), pictures._TRAINED[0])
 
 
 def test_kl_for_one_budget(sample, tmp_path):
     header, records = only(*sample, "25%")
     pictures.kl_by_budget(header, tables.cells(header, records), tmp_path / "a.png")
-    assert has_colour(drawn(tmp_path / "a.png"), pictures._TRAINED)
+    assert has_colour(drawn(tmp_path / "a.png"), pictures._TRAINED[0])
 
 
 def test_single_prompt_and_perfect_policy(sample, tmp_path):
@@ -52,7 +52,7 @@ def test_single_prompt_and_perfect_policy(sample, tmp_path):
 def test_retained(sample, tmp_path, budget):
     header, records = only(*sample, budget) if budget else sample
     pictures.retained(header, records, tmp_path / "a.png")
-    assert has_colour(drawn(tmp_path / "a.png"), pictures._TRAINED)
+    assert has_colour(drawn(tmp_path / "a.png"), pictures._TRAINED[0])
 
 
 def write_metrics(path, steps, sampled=True):
