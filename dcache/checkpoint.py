@@ -24,7 +24,7 @@ from jax import Array
 from dcache.errors import CheckpointError, DcacheError
 from dcache.learn.state import TrainState
 from dcache.policies import REGISTRY, Trained, make
-from dcache.sharding import is_first_process, wait_for_all
+from dcache.sharding import is_first_process, lost_another, wait_for_all
 from dcache.workdir import atomic_write
 
 ARRAYS, RUN = "arrays", "run.json"
@@ -83,10 +83,8 @@ def save(
                 (folder / str(old) / RUN).unlink()  # one deleted by half must not look complete
                 shutil.rmtree(folder / str(old))
         wait_for_all(f"checkpoint {step} is written")
-    except jax.errors.JaxRuntimeError:  # no file is at fault: another process has gone
-        raise
     except Exception as error:  # Orbax, TensorStore and the operating system each have errors of their own.
-        if jax.process_count() > 1 and isinstance(error, TimeoutError):  # nor here: Orbax waited for the others in vain
+        if lost_another(error):  # then no file is at fault
             raise
         if is_first_process():
             with contextlib.suppress(OSError):

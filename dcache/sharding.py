@@ -79,6 +79,29 @@ def wait_for_all(moment: str) -> None:
         multihost_utils.sync_global_devices(moment)
 
 
+# What the transports, the coordination service and barriers say of a process that has gone.
+_GONE = ("gloo", "nccl", "barrier", "heartbeat", "coordination service", "connection reset", "connection closed")
+
+
+def lost_another(error: BaseException) -> bool:
+    """Whether this failure of work that several processes do together means that another one has ended.
+
+    A runtime says so itself, or a library does whose thread was waiting for the others at that moment: with an error of its
+    own, in which only the transport's words tell.
+    """
+    if jax.process_count() == 1:
+        return False
+    links = [error]
+    while (cause := links[-1].__cause__ or links[-1].__context__) is not None and cause not in links:
+        links.append(cause)
+    text = " ".join(map(str, links)).lower()
+    if "resource_exhausted" in text or "no space left" in text:  # this process's own trouble
+        return False
+    return any(isinstance(link, (jax.errors.JaxRuntimeError, TimeoutError)) for link in links) or any(
+        words in text for words in _GONE
+    )
+
+
 def anywhere(flag: bool) -> bool:
     """Whether the flag is set in any process."""
     if jax.process_count() == 1:
@@ -132,6 +155,6 @@ def batch_sharding(mesh: Mesh, rules: ShardingRules) -> NamedSharding:
 
 __all__ = [
     "MESH_AXES", "PRESETS", "ShardingRules", "anywhere", "batch_sharding", "cache_shardings", "constrain", "is_first_process",
-    "join_processes", "make_mesh", "mesh_of", "on", "on_its_mesh", "param_shardings", "parse", "replicated", "shards",
-    "wait_for_all",
+    "join_processes", "lost_another", "make_mesh", "mesh_of", "on", "on_its_mesh", "param_shardings", "parse", "replicated",
+    "shards", "wait_for_all",
 ]  # fmt: skip

@@ -121,3 +121,25 @@ def test_several_processes_need_a_mesh_and_a_cluster(monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", nobody)
     with pytest.raises(ConfigError, match="cannot find each other"):
         sharding.join_processes()
+
+
+@pytest.mark.parametrize(
+    ("error", "processes", "lost"),
+    [
+        (jax.errors.JaxRuntimeError("UNAVAILABLE: peer closed"), 2, True),
+        (TimeoutError("waited for 300 s"), 2, True),
+        (ValueError("UNKNOWN: Gloo AllGather failed: Read error [127.0.0.1]: Connection reset by peer"), 2, True),
+        (ValueError("Barrier failed because: task is set to ERROR: UNAVAILABLE: Task 1 heartbeat timeout"), 2, True),
+        (ValueError("NOT_FOUND: the bucket is not there"), 2, False),
+        (OSError(28, "No space left on device"), 2, False),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory while gathering with Gloo"), 2, False),
+        (jax.errors.JaxRuntimeError("UNAVAILABLE: peer closed"), 1, False),
+        (TimeoutError("waited for 300 s"), 1, False),
+    ],
+)
+def test_a_lost_process_is_told_from_a_fault_of_this_one(monkeypatch, error, processes, lost):
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    assert sharding.lost_another(error) is lost
+    wrapped = RuntimeError("a library's own words")
+    wrapped.__cause__ = error
+    assert sharding.lost_another(wrapped) is lost

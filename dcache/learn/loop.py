@@ -23,12 +23,12 @@ import jax
 from jax.sharding import Mesh
 
 from dcache import checkpoint, metrics
-from dcache.errors import CheckpointError, TrainingError
+from dcache.errors import CheckpointError, DcacheError, TrainingError
 from dcache.experiment import Experiment
 from dcache.learn.learner import Learner, Work
 from dcache.learn.state import TrainState
 from dcache.load import LanguageModel, load
-from dcache.sharding import anywhere, is_first_process, mesh_of, on, replicated
+from dcache.sharding import anywhere, is_first_process, lost_another, mesh_of, on, replicated
 from dcache.workdir import atomic_write, lock
 
 
@@ -101,13 +101,14 @@ def _others_alive(folder: Path) -> Iterator[None]:
     """Says what has happened where a step fails because another process has gone."""
     try:
         yield
-    except (jax.errors.JaxRuntimeError, TimeoutError) as error:
-        if jax.process_count() == 1:
+    except Exception as error:
+        if isinstance(error, DcacheError) or not lost_another(error):
             raise
         last = checkpoint.latest_step(folder)
+        reason = (str(error).strip() or repr(error)).splitlines()[0][:200]
         raise TrainingError(
             f"Process {jax.process_index()} of {jax.process_count()} has lost another one, which has ended or cannot be "
-            f"reached ({str(error).strip().splitlines()[0][:200]}). Start all of them again with --resume: the run goes on "
+            f"reached ({reason}). Start all of them again with --resume: the run goes on "
             f"from {'its start' if last is None else f'the checkpoint of step {last}'}."
         ) from error
 
