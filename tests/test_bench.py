@@ -152,7 +152,12 @@ def test_first_token():
 
 def test_what_the_machine_can_do():
     found = bench.machine(repeats=1, size=16, nbytes=2**12)
-    assert set(found) == {"machine.copy_bandwidth", "machine.matrix_rate", "machine.matrix_rate_bf16"}
+    assert set(found) == {
+        "machine.copy_bandwidth",
+        "machine.read_bandwidth",
+        "machine.matrix_rate",
+        "machine.matrix_rate_bf16",
+    }
     copying = timing.Copying(2**10)
     copying()
     np.testing.assert_array_equal(copying(), np.full(2**8, 2.0))  # every number was read and written at each call

@@ -165,7 +165,7 @@ def rollout_cost(
     }
 
 
-def generation_bytes(lm: LanguageModel, trained: Trained, length: int = 7900, new: int = 16) -> Numbers:
+def generation_bytes(lm: LanguageModel, trained: Trained, length: int = 8000, new: int = 16) -> Numbers:
     """Bytes of keys and values that `generate` allocates at 25% on a long prompt, over those of the full cache."""
     result = generate(
         lm,

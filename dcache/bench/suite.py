@@ -33,7 +33,7 @@ class Sizes:
     batches: Sequence[int] = (1, 8)
     prompt: int = 2000
     training_prompt: int = 512
-    long_prompt: int = 7900
+    long_prompt: int = 8000
     matrix: int = 2048
     copied: int = 2**30
 

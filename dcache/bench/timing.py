@@ -1,6 +1,7 @@
 """Timing of calls, and what the machine can do at best: the rate at which it copies memory and multiplies matrices."""
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -55,15 +56,38 @@ class Copying:
         return 2 * self._nbytes / seconds
 
 
+class Reading:
+    """A call that reads `nbytes` of memory and writes next to nothing: a square matrix times a vector.
+
+    That is what a decode step does with weights, keys and values. Copying moves more bytes per second than reading where cores
+    write without waiting, so a step cannot reach all of the copy bandwidth.
+    """
+
+    def __init__(self, nbytes: int = 2**30):
+        side = math.isqrt(nbytes // 4)
+        self._nbytes = 4 * side**2
+        self._args = jnp.zeros((side, side), jnp.float32), jnp.zeros(side, jnp.float32)
+        self._product = jax.jit(jnp.matmul)
+
+    def __call__(self) -> jax.Array:
+        """The product."""
+        return self._product(*self._args)
+
+    def rate(self, seconds: float) -> float:
+        """Bytes per second."""
+        return self._nbytes / seconds
+
+
 def machine(repeats: int = 5, size: int = 2048, nbytes: int = 2**30) -> Numbers:
-    """Copy bandwidth in bytes per second, and floating-point operations per second of a product of square matrices."""
-    copying = Copying(nbytes)
+    """Bandwidths of copying and of reading in bytes per second, and operations per second of a product of square matrices."""
+    copying, reading = Copying(nbytes), Reading(nbytes)
     product = jax.jit(jnp.matmul)
     matrices = {dtype: jnp.ones((size, size), dtype) for dtype in ("float32", "bfloat16")}
     products = {dtype: functools.partial(product, x, x) for dtype, x in matrices.items()}
-    seconds = interleaved({"copy": copying, **products}, repeats)
+    seconds = interleaved({"copy": copying, "read": reading, **products}, repeats)
     return {
         "machine.copy_bandwidth": copying.rate(seconds["copy"]),
+        "machine.read_bandwidth": reading.rate(seconds["read"]),
         "machine.matrix_rate": 2 * size**3 / seconds["float32"],
         "machine.matrix_rate_bf16": 2 * size**3 / seconds["bfloat16"],
     }
