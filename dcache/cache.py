@@ -26,13 +26,14 @@ class LayerCache:
     Attributes:
       k, v: [B, K, S', H], rotated keys, values. S' are the slots that each sequence owns.
       position: int32[B, K, S], position of the token in each slot or `EMPTY`. S = P + S', shared prompt slots first.
-      value_norm: f32[B, K, S], L2 norm of each value, kept so that scoring does not read all values.
+      key_norm, value_norm: f32[B, K, S], L2 norms of each key and value, kept so that scoring does not read them all.
       stats: attention statistics over the S slots.
     """
 
     k: Array
     v: Array
     position: Array
+    key_norm: Array
     value_norm: Array
     stats: Stats
 
@@ -94,7 +95,7 @@ def axes(cache: Cache) -> Cache:
         # The tail behind a shared prompt is short: its slots are not split.
         own: Any = f"{lead}BK.H" if cache.prompt is not None else f"{lead}BKSH"
         slots: Any = f"{lead}BK."
-        return LayerCache(own, own, slots, slots, jax.tree.map(lambda _: f"{lead}BN.", at.stats))
+        return LayerCache(own, own, slots, slots, slots, jax.tree.map(lambda _: f"{lead}BN.", at.stats))
 
     unrolled = isinstance(cache.layers, tuple)
     shared: Any = "L.KSH"
@@ -123,11 +124,23 @@ def stacked(cache: Cache) -> LayerCache:
     return cache.layers
 
 
+def shape(cache: Cache) -> tuple[int, int, int, int]:
+    """(L, B, K, S) of the cache's slots."""
+    if isinstance(cache.layers, tuple):
+        return (len(cache.layers), *cache.layers[0].position.shape)
+    return cache.layers.position.shape
+
+
+def by_layer(cache: Cache, read: Callable[[LayerCache], Array], first: int = 0) -> Array:
+    """What `read` gives of each layer from `first` on, stacked: [L, ...]."""
+    if isinstance(cache.layers, tuple):
+        return jnp.stack([read(layer) for layer in cache.layers[first:]])
+    return jax.vmap(read)(jax.tree.map(lambda x: x[first:], cache.layers) if first else cache.layers)
+
+
 def positions(cache: Cache) -> Array:
     """int32[L, B, K, S] position of every slot's token, `EMPTY` where there is none."""
-    if isinstance(cache.layers, tuple):
-        return jnp.stack([layer.position for layer in cache.layers])
-    return cache.layers.position
+    return by_layer(cache, lambda layer: layer.position)
 
 
 def map_layers(function: Callable[..., LayerCache], cache: Cache, *others: Array) -> Cache:
@@ -161,11 +174,18 @@ def from_prompt(
     """
     layers, _, heads, _, _ = k.shape
     full = jnp.broadcast_to(position[None, :, None], (layers, position.shape[0], heads, position.shape[1]))
-    # Padding leaves no trace: attention statistics of empty slots are zero already, their value norms are set so here.
-    norm = jnp.where(full >= 0, jnp.linalg.norm(v.astype(jnp.float32), axis=-1), 0.0)
+    # Padding leaves no trace: attention statistics of empty slots are zero already, their norms are set so here.
+    key_norm, value_norm = (jnp.where(full >= 0, norms(x), 0.0) for x in (k, v))
     length = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
     entropy = None if rows is None else row_entropies(rows)
-    return laid_out(Cache(LayerCache(k, v, full, norm, stats), None, length, rows, entropy, queries, hidden))
+    return laid_out(
+        Cache(LayerCache(k, v, full, key_norm, value_norm, stats), None, length, rows, entropy, queries, hidden)
+    )
+
+
+def norms(x: Array) -> Array:
+    """L2 norms f32[...] of keys or values [..., H]."""
+    return jnp.linalg.norm(x.astype(jnp.float32), axis=-1)
 
 
 def row_entropies(rows: Array) -> Array:
@@ -187,24 +207,23 @@ def append(layer: LayerCache, k: Array, v: Array, position: Array, start: Array)
 
     Statistics of the new slots are left as they are: `accumulate` clears what was empty.
     """
-    t = k.shape[1]
+    keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H]
 
-    def write(slots, new, at):  # [S', H], [T, H], []
-        return jax.lax.dynamic_update_slice(slots, new, (at, jnp.zeros_like(at)))
+    def write(slots, new, at):  # [S, ...], [T, ...], []
+        return jax.lax.dynamic_update_slice(slots, new, (at, *(jnp.zeros_like(at),) * (slots.ndim - 1)))
 
     write_all = jax.vmap(jax.vmap(write))
-    new_k = write_all(layer.k, k.swapaxes(1, 2), start)
-    new_v = write_all(layer.v, v.swapaxes(1, 2), start)
-    shared = layer.position.shape[-1] - layer.k.shape[2]
-    slot = jnp.arange(layer.position.shape[-1], dtype=jnp.int32)[None, None] - shared - start[..., None]  # [B, K, S]
-    inside = (slot >= 0) & (slot < t)
-    offset = jnp.clip(slot, 0, t - 1)
-    heads = layer.position.shape[1]
-    spread = jnp.broadcast_to(position[:, None], (position.shape[0], heads, t))
-    new_position = jnp.where(inside, jnp.take_along_axis(spread, offset, axis=-1), layer.position)
-    norm = jnp.linalg.norm(v.astype(jnp.float32), axis=-1).swapaxes(1, 2)  # [B, K, T]
-    new_norm = jnp.where(inside, jnp.take_along_axis(norm, offset, axis=-1), layer.value_norm)
-    return LayerCache(new_k, new_v, new_position, new_norm, layer.stats)
+    # What describes slots has those of a shared prompt too, before the sequence's own.
+    among_all = start + (layer.position.shape[-1] - layer.k.shape[2])
+    spread = jnp.broadcast_to(position[:, None], keys.shape[:-1])
+    return LayerCache(
+        k=write_all(layer.k, keys, start),
+        v=write_all(layer.v, values, start),
+        position=write_all(layer.position, spread, among_all),
+        key_norm=write_all(layer.key_norm, norms(keys), among_all),
+        value_norm=write_all(layer.value_norm, norms(values), among_all),
+        stats=layer.stats,
+    )
 
 
 def evict(cache: Cache, keep: Array) -> Cache:
@@ -252,6 +271,7 @@ def compact(cache: Cache, keep: Array, kept: int, room: int) -> Cache:
             k=_pad(jnp.take_along_axis(layer.k, order_l[..., None], axis=2), room, 0, axis=2),
             v=_pad(jnp.take_along_axis(layer.v, order_l[..., None], axis=2), room, 0, axis=2),
             position=_pad(taken_position, room, EMPTY),
+            key_norm=pick(layer.key_norm),
             value_norm=pick(layer.value_norm),
             stats=jax.tree.map(pick_heads, layer.stats),
         )
@@ -289,6 +309,7 @@ def share_prompt(cache: Cache, students: int, room: int) -> Cache:
         k=jnp.zeros(tail, layer.k.dtype),
         v=jnp.zeros(tail, layer.v.dtype),
         position=spread(layer.position, EMPTY),
+        key_norm=spread(layer.key_norm),
         value_norm=spread(layer.value_norm),
         stats=jax.tree.map(spread, layer.stats),
     )
@@ -366,6 +387,7 @@ def grow(cache: Cache, room: int) -> Cache:
         k=_pad(layers.k, room, 0, axis=-2),
         v=_pad(layers.v, room, 0, axis=-2),
         position=_pad(layers.position, room, EMPTY),
+        key_norm=_pad(layers.key_norm, room, 0),
         value_norm=_pad(layers.value_norm, room, 0),
         stats=jax.tree.map(lambda x: _pad(x, room, 0), layers.stats),
     )

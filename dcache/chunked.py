@@ -112,7 +112,8 @@ def _nothing(plan: Plan, batch: int) -> kv.Cache:
     statistic = jnp.zeros((config.num_layers, batch, config.num_heads, 0))
     keys = jnp.zeros((*heads, 0, config.head_dim), config.dtype)
     layers = kv.LayerCache(
-        k=keys, v=jnp.array(keys), position=jnp.zeros((*heads, 0), jnp.int32), value_norm=none,
+        k=keys, v=jnp.array(keys), position=jnp.zeros((*heads, 0), jnp.int32), key_norm=none,
+        value_norm=jnp.array(none),
         stats=Stats(mass=statistic if request.mass else None, projected=statistic if request.projected else None),
     )  # fmt: skip
     queries = None
@@ -156,7 +157,8 @@ def _newest(cache: kv.Cache, count: int) -> kv.Cache:
     layers = cache.layers
     newest = kv.LayerCache(
         k=layers.k[..., -count:, :], v=layers.v[..., -count:, :], position=layers.position[..., -count:],
-        value_norm=layers.value_norm[..., -count:], stats=jax.tree.map(lambda x: x[..., -count:], layers.stats),
+        key_norm=layers.key_norm[..., -count:], value_norm=layers.value_norm[..., -count:],
+        stats=jax.tree.map(lambda x: x[..., -count:], layers.stats),
     )  # fmt: skip
     rows = None if cache.rows is None else cache.rows[..., -count:]
     return dataclasses.replace(cache, layers=newest, rows=rows, length=jnp.maximum(cache.length, 1))

@@ -291,10 +291,11 @@ def prefill_chunk(
         if request.projected:
             norms = jnp.where(position[:, None] >= 0, _projected(p, v), 0.0)
             stats = dataclasses.replace(stats, projected=jnp.concatenate([layer.stats.projected, norms], axis=-1))
-        norm = jnp.where(own >= 0, jnp.linalg.norm(v.astype(jnp.float32), axis=-1), 0.0)
+        key_norm, value_norm = (jnp.where(own >= 0, kv.norms(x), 0.0) for x in (k, v))
         new = kv.LayerCache(
             k=jnp.concatenate([layer.k, k], axis=2), v=jnp.concatenate([layer.v, v], axis=2), position=everywhere,
-            value_norm=jnp.concatenate([layer.value_norm, norm], axis=-1), stats=stats,
+            key_norm=jnp.concatenate([layer.key_norm, key_norm], axis=-1),
+            value_norm=jnp.concatenate([layer.value_norm, value_norm], axis=-1), stats=stats,
         )  # fmt: skip
         moments = _moments(unrotated, position) if request.queries else None
         return (finish(p, x, attended, config), rows), (new, moments, h if request.hidden else None)

@@ -43,64 +43,71 @@ LOG_OFFSET = 1e-8
 """Added before the logarithm of an attention signal."""
 
 
-_OVER: dict[Granularity, tuple[int, ...]] = {"sequence": (0, 2, 3), "layer": (2, 3), "head": (3,)}
-"""Axes of [L, B, K, G, S] that a granularity does not tell apart."""
-
-
 @dataclasses.dataclass(frozen=True)
 class _View:
-    """A cache as the signals read it: all layers stacked."""
+    """A cache as the signals read it, from layer `first` on.
+
+    Layers are reduced one by one: where they are a tuple, stacking their statistics first would copy them.
+    """
 
     cache: kv.Cache
-    layers: kv.LayerCache  # fields [L, B, ., S]
     granularity: Granularity
     layer_reduce: str
+    first: int = 0
 
-    def grouped(self, x: Array) -> Array:
-        """[L, B, N, S] -> [L, B, K, G, S]."""
-        l, b, n, s = x.shape
-        k = self.layers.position.shape[2]
-        return x.reshape(l, b, k, n // k, s)
+    def positions(self) -> Array:
+        """int32 positions of the slots in the shape of the granularity."""
+        return positions_of(kv.positions(self.cache), self.granularity)
 
-    def over_layers(self, x: Array) -> Array:
-        return jnp.max(x, axis=0) if self.layer_reduce == "max" else jnp.mean(x, axis=0)
+    def over_layers(self, x: Array, reduce: str) -> Array:
+        """[L, ...] -> [...] at granularity "sequence", else unchanged."""
+        if self.granularity != "sequence":
+            return x
+        return jnp.max(x, axis=0) if reduce == "max" else jnp.mean(x, axis=0)
 
-    def mean(self, x: Array) -> Array:
-        """Mean over query heads [L, B, K, G, S] down to the granularity."""
-        return jnp.mean(x, axis=_OVER[self.granularity])
+    def _by_layer(self, read: Callable[[kv.LayerCache], Array], over: Callable[..., Array]) -> Array:
+        """[B, M, S] of each layer's query or key/value heads: [L, B, K, S] at granularity "head", else [L, B, S]."""
 
-    def highest(self, x: Array) -> Array:
-        """Maximum over query heads [L, B, K, G, S] (and layers) down to the granularity."""
-        return jnp.max(x, axis=_OVER[self.granularity])
+        def reduced(layer: kv.LayerCache) -> Array:
+            x = read(layer)
+            if self.granularity != "head":
+                return over(x, axis=1)
+            b, m, s = x.shape
+            heads = layer.position.shape[1]
+            return over(x.reshape(b, heads, m // heads, s), axis=2)
 
-    def queries(self) -> Array:
-        """f32[L, B, 1 or K, S]: how many queries could see each token (its own included), at least 1."""
-        seen = self.cache.length[None, :, None, None] - self.layers.position
-        return jnp.maximum(seen, 1).astype(jnp.float32)
+        return kv.by_layer(self.cache, reduced, self.first)
 
-    def per_query(self, x: Array) -> Array:
-        """[L, B, N, S] over the number of queries that could see each token: f32[L, B, K, G, S]."""
-        return self.grouped(x) / self.queries()[:, :, :, None]
+    def mean(self, read: Callable[[kv.LayerCache], Array], reduce: str = "mean") -> Array:
+        """Mean over heads (and layers) of what `read` gives of a layer, [B, M, S], down to the granularity."""
+        return self.over_layers(self._by_layer(read, jnp.mean), reduce)
+
+    def highest(self, read: Callable[[kv.LayerCache], Array]) -> Array:
+        """The same with the maximum over heads and layers."""
+        return self.over_layers(self._by_layer(read, jnp.max), "max")
+
+    def variance(self, read: Callable[[kv.LayerCache], Array]) -> Array:
+        """Variance over heads, then reduced over layers as `layer_reduce` says."""
+        return self.over_layers(self._by_layer(read, jnp.var), self.layer_reduce)
+
+    def rate(self, layer: kv.LayerCache) -> Array:
+        """f32[B, N, S]: attention mass over the number of queries that could see the token (its own included, at least 1)."""
+        seen = jnp.maximum(self.cache.length[:, None, None] - layer.position, 1).astype(jnp.float32)
+        mass = layer.stats.mass
+        b, n, s = mass.shape
+        return (mass.reshape(b, seen.shape[1], -1, s) / seen[:, :, None]).reshape(b, n, s)
 
 
 def _alpha(view: _View) -> Array:
-    return view.mean(view.per_query(view.layers.stats.mass))
+    return view.mean(view.rate)
 
 
 def _sigma(view: _View) -> Array:
-    rate = view.per_query(view.layers.stats.mass)
-    if view.granularity == "head":
-        return jnp.var(rate, axis=3)
-    per_layer = jnp.var(rate, axis=(2, 3))
-    return per_layer if view.granularity == "layer" else view.over_layers(per_layer)
+    return view.variance(view.rate)
 
 
 def _vnorm(view: _View) -> Array:
-    norm = view.layers.value_norm
-    if view.granularity == "head":
-        return norm
-    per_layer = jnp.mean(norm, axis=2)
-    return per_layer if view.granularity == "layer" else view.over_layers(per_layer)
+    return view.mean(lambda layer: layer.value_norm, view.layer_reduce)
 
 
 def _entropy(view: _View) -> Array:
@@ -111,28 +118,26 @@ def _entropy(view: _View) -> Array:
 
 
 def _pos(view: _View) -> Array:
-    length = view.cache.length[None, :, None, None].astype(jnp.float32)
-    value = view.layers.position.astype(jnp.float32) / length
-    if view.granularity == "head":
-        return value
-    return value[:, :, 0] if view.granularity == "layer" else value[0, :, 0]
+    position = view.positions()
+    lead = {"sequence": (), "layer": (1,), "head": (1,)}[view.granularity]
+    length = view.cache.length.reshape(*lead, -1, *(1,) * (position.ndim - 1 - len(lead)))
+    return position.astype(jnp.float32) / length.astype(jnp.float32)
 
 
 def _window_mean(view: _View) -> Array:
-    return view.mean(view.grouped(view.layers.stats.windows[WINDOW])) / WINDOW
+    return view.mean(lambda layer: layer.stats.windows[WINDOW]) / WINDOW
 
 
 def _window_max(view: _View) -> Array:
-    return view.highest(view.grouped(view.layers.stats.windows[WINDOW])) / WINDOW
+    return view.highest(lambda layer: layer.stats.windows[WINDOW]) / WINDOW
 
 
 def _upper(signal: Callable[[_View], Array]) -> Callable[[_View], Array]:
     """An attention signal of the upper half of the layers."""
 
     def compute_upper(view: _View) -> Array:
-        first = view.layers.position.shape[0] // 2
-        layers = dataclasses.replace(view.layers, stats=jax.tree.map(lambda x: x[first:], view.layers.stats))
-        return _broadcast(signal(dataclasses.replace(view, layers=layers, granularity="sequence")), view)
+        first = kv.shape(view.cache)[0] // 2
+        return _broadcast(signal(dataclasses.replace(view, first=first, granularity="sequence")), view)
 
     return compute_upper
 
@@ -144,32 +149,27 @@ def _all(signal: Callable[[_View], Array]) -> Callable[[_View], Array]:
 
 def _near(signal: Callable[[_View], Array]) -> Callable[[_View], Array]:
     """The maximum of a signal over the neighbouring tokens."""
-
-    def compute_near(view: _View) -> Array:
-        value = signal(view)
-        return pool(value, positions_of(view.layers.position, view.granularity), NEAR, "max")
-
-    return compute_near
+    return lambda view: pool(signal(view), view.positions(), NEAR, "max")
 
 
 def _last(view: _View) -> Array:
-    return view.mean(view.grouped(view.layers.stats.last))
+    return view.mean(lambda layer: layer.stats.last)
 
 
 def _last_max(view: _View) -> Array:
-    return view.highest(view.grouped(view.layers.stats.last))
+    return view.highest(lambda layer: layer.stats.last)
 
 
 def _key_distinct(view: _View) -> Array:
     value = -key_similarity(view.cache)
     if view.granularity == "head":
         return value
-    return jnp.mean(value, axis=2) if view.granularity == "layer" else jnp.mean(value, axis=(0, 2))
+    return view.over_layers(jnp.mean(value, axis=2), "mean")
 
 
 def _broadcast(value: Array, view: _View) -> Array:
     """[B, S] -> the shape of the granularity."""
-    l, b, k, s = view.layers.position.shape
+    l, b, k, s = kv.shape(view.cache)
     if view.granularity == "sequence":
         return value
     if view.granularity == "layer":
@@ -256,12 +256,11 @@ def key_similarity(cache: kv.Cache) -> Array:
         # The keys of a shared prompt have batch size 1 and are read once for all sequences.
         return jnp.einsum(spec, x, keys) if keys.shape[0] > 1 else jnp.einsum(spec.replace("bksh", "ksh"), x, keys[0])
 
-    def one(own: Array, position: Array, prompt: Array | None) -> Array:
-        # Unit keys are never written down: products with the keys as they are, and their norms, cost a fifth of the time on
-        # a CPU.
-        parts = [x.astype(jnp.float32) for x in ([own] if prompt is None else [prompt, own])]
-        filled = jnp.split((position >= 0).astype(jnp.float32), [part.shape[2] for part in parts[:-1]], axis=-1)
-        scale = [f / jnp.maximum(jnp.linalg.norm(k, axis=-1), 1e-12) for f, k in zip(filled, parts, strict=True)]
+    def one(layer: kv.LayerCache, prompt: Array | None) -> Array:
+        # Unit keys are never written down: products with the keys as they are take a fifth of the time on a CPU.
+        parts = [x.astype(jnp.float32) for x in ([layer.k] if prompt is None else [prompt, layer.k])]
+        inverse = jnp.where(layer.position >= 0, 1.0 / jnp.maximum(layer.key_norm, 1e-12), 0.0)
+        scale = jnp.split(inverse, [part.shape[2] for part in parts[:-1]], axis=-1)
         total: Any = sum(product("bks,bksh->bkh", w, k) for w, k in zip(scale, parts, strict=True))
         anchor = total / jnp.maximum(jnp.linalg.norm(total, axis=-1, keepdims=True), 1e-12)
         sims = [w * product("bkh,bksh->bks", anchor, k) for w, k in zip(scale, parts, strict=True)]
@@ -269,19 +268,10 @@ def key_similarity(cache: kv.Cache) -> Array:
 
     if isinstance(cache.layers, tuple):
         prompts = [None] * len(cache.layers) if cache.prompt is None else list(cache.prompt.k)
-        return jnp.stack([one(x.k, x.position, p) for x, p in zip(cache.layers, prompts, strict=True)])
+        return jnp.stack([one(layer, prompt) for layer, prompt in zip(cache.layers, prompts, strict=True)])
     if cache.prompt is None:
-        return jax.vmap(lambda k, p: one(k, p, None))(cache.layers.k, cache.layers.position)
-    return jax.vmap(one)(cache.layers.k, cache.layers.position, cache.prompt.k)
-
-
-def _without_keys(cache: kv.Cache) -> kv.LayerCache:
-    """All layers stacked, keys and values left where they are (stacking them would copy the cache)."""
-    if not isinstance(cache.layers, tuple):
-        return cache.layers
-    none = jnp.zeros((), jnp.float32)
-    light = [dataclasses.replace(layer, k=none, v=none) for layer in cache.layers]
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *light)
+        return jax.vmap(lambda layer: one(layer, None))(cache.layers)
+    return jax.vmap(one)(cache.layers, cache.prompt.k)
 
 
 def compute(
@@ -298,7 +288,7 @@ def compute(
       f32[B, S, F], f32[L, B, S, F] or f32[L, B, K, S, F], F signals in the order of `names`. Empty slots hold anything.
     """
     check_names(names)
-    view = _View(cache, _without_keys(cache), granularity, layer_reduce)
+    view = _View(cache, granularity, layer_reduce)
     return jnp.stack([SIGNALS[name].compute(view) for name in names], axis=-1)
 
 

@@ -54,7 +54,7 @@ def test_decode_equals_prefill(chunks, explicit, config):
         at += chunk
     # And the cache that is left is the one of a prefill, statistics of the last query included.
     _, whole = naive.read([tokens], config=config)
-    for name in ("k", "v", "position", "value_norm"):
+    for name in ("k", "v", "position", "key_norm", "value_norm"):
         np.testing.assert_allclose(getattr(cache.layers, name), getattr(whole.layers, name), **CLOSE)
     np.testing.assert_allclose(cache.layers.stats.mass, whole.layers.stats.mass, **CLOSE)
     np.testing.assert_allclose(cache.layers.stats.last, whole.layers.stats.last, **CLOSE)
@@ -80,6 +80,7 @@ def test_masked_equals_compacted_equals_absent(kind, config):
             np.testing.assert_allclose(b[0, 0], want.logits[t], **CLOSE)
         # Whatever the cache says of a token (key, statistics) is the same, wherever its slot lies.
         for read in (
+            lambda c: c.layers.key_norm,
             lambda c: c.layers.value_norm,
             lambda c: c.layers.k[..., 0],
             lambda c: c.layers.stats.mass[:, :, ::2],
@@ -193,7 +194,7 @@ def test_shared_prompt_equals_separate_caches():
         alone = evict(grow(cache, T - P), jnp.asarray(wide[:, a : a + 1]))
         _, alone = feed(alone, text[a : a + 1, P:], P)
         mine = kv.select(dataclasses.replace(shared, prompt=None), jnp.int32(a))
-        for name in ("position", "value_norm", "stats"):
+        for name in ("position", "key_norm", "value_norm", "stats"):
             for x, y in zip(*(jax.tree.leaves(getattr(c.layers, name)) for c in (mine, alone)), strict=True):
                 filled = np.repeat(np.asarray(alone.layers.position) >= 0, x.shape[2] // K, axis=2)
                 # (the decayed windows of a chunk and of single tokens agree as well)
@@ -298,7 +299,9 @@ def test_bytes_by_hand():
     _, cache = naive.read([naive.some_tokens(6), naive.some_tokens(5)], pad=8)
     keys = 2 * 2 * 8 * 8 * 4 * L  # B K S H f32
     assert kv.nbytes(cache) == 2 * keys == 2 * 8 * TINY.kv_bytes_per_token()
-    per_slot = L * 2 * (K * (4 + 4) + 4 * 3 * 4)  # position and value norm; mass, last and one window of 4 query heads
+    per_slot = (
+        L * 2 * (K * (4 + 4 + 4) + 4 * 3 * 4)
+    )  # position and two norms; mass, last and one window of 4 query heads
     rows = 2 * 64 * 8 * 4 + 2 * 64 * 4
     assert kv.nbytes(cache, statistics=True) == 2 * keys + 8 * per_slot + rows + 2 * 4
     assert kv.nbytes(kv.unstack(cache)) == kv.nbytes(cache)
@@ -355,13 +358,14 @@ def test_append_by_hand():
     stats = Stats(mass=jnp.ones((1, 1, 6)))
     layer = kv.LayerCache(
         jnp.zeros((1, 1, 4, 2)), jnp.zeros((1, 1, 4, 2)), jnp.asarray([[[0, 1, 2, -1, -1, -1]]], jnp.int32),
-        jnp.asarray([[[5.0, 6, 7, 0, 0, 0]]]), stats,
+        jnp.asarray([[[1.0, 2, 3, 0, 0, 0]]]), jnp.asarray([[[5.0, 6, 7, 0, 0, 0]]]), stats,
     )  # fmt: skip
     k = jnp.asarray([[[[1.0, 2.0]], [[3.0, 4.0]]]])
     new = kv.append(layer, k, 3 * k, jnp.asarray([[3, 4]], jnp.int32), jnp.asarray([[1]], jnp.int32))
     np.testing.assert_array_equal(new.k[0, 0], [[0, 0], [1, 2], [3, 4], [0, 0]])
     np.testing.assert_array_equal(new.v, 3 * new.k)
     np.testing.assert_array_equal(new.position[0, 0], [0, 1, 2, 3, 4, -1])
+    np.testing.assert_allclose(new.key_norm[0, 0], [1, 2, 3, 5**0.5, 5, 0], rtol=1e-6)
     np.testing.assert_allclose(new.value_norm[0, 0], [5, 6, 7, 3 * 5**0.5, 15, 0], rtol=1e-6)
     np.testing.assert_array_equal(new.stats.mass, stats.mass)
 

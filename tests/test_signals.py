@@ -102,7 +102,7 @@ def test_key_similarity_by_hand():
     keys = np.asarray([[[3.0, 0.0], [0.0, 2.0], [7.0, 7.0], [-9.0, 1.0]]], np.float32)  # [K, S, H]
     position = jnp.asarray([[[[0, 1, 2, -1]]]], jnp.int32)
     layer = kv.LayerCache(jnp.asarray(keys)[None, None], jnp.asarray(keys)[None, None], position,
-                          jnp.ones((1, 1, 1, 4)), kv.Stats())  # fmt: skip
+                          kv.norms(jnp.asarray(keys))[None, None], jnp.ones((1, 1, 1, 4)), kv.Stats())  # fmt: skip
     got = signals.key_similarity(kv.Cache(layer, None, jnp.asarray([3], jnp.int32)))
     # Unit keys (1, 0), (0, 1), (r, r): their mean points along (1, 1). The empty slot does not count and gets 0.
     np.testing.assert_allclose(got[0, 0, 0], [0.5**0.5, 0.5**0.5, 1.0, 0.0], rtol=1e-6)

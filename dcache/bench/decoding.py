@@ -17,7 +17,7 @@ from dcache import budget as budgets
 from dcache import cache as kv
 from dcache import model, rollout
 from dcache.attention import Stats, StatsRequest
-from dcache.bench.timing import Copying, Numbers, interleaved
+from dcache.bench.timing import Copying, Numbers, Reading, interleaved
 from dcache.config import ModelConfig
 from dcache.load import LanguageModel
 from dcache.policies.base import Policy, Trained, keep_set
@@ -35,6 +35,7 @@ def filled(lm: LanguageModel, request: StatsRequest, *, batch: int, slots: int, 
         k=jax.random.normal(key_k, shape, config.dtype),
         v=jax.random.normal(key_v, shape, config.dtype),
         position=jnp.broadcast_to(_positions(slots, free), shape[:-1]),
+        key_norm=jnp.ones(shape[:-1], jnp.float32),
         value_norm=jnp.ones(shape[:-1], jnp.float32),
         stats=Stats(
             stats if request.mass else None, stats if request.last else None, {w: stats for w in request.windows}
@@ -133,12 +134,13 @@ def decode(
       speedup_25: the first over the second. speedup_25_bare: the same without policy and statistics.
       speedup_bytes_limit: weights and full caches over weights and a quarter of the caches. speedup_share: of that limit.
       bandwidth_fraction: bytes of weights and full caches over time, over the bandwidth of copying measured in between.
+      read_fraction: the same over the bandwidth of reading, since a step writes next to nothing.
 
     For every number in `overheads` (divisors of `steps`) also `policy.b<batch>.s<slots>.every<number>.overhead_fraction`: what
     statistics, policy and evictions add to a step with caches of `slots` slots.
     """
     kept = budgets.tokens_kept(RATIO, slots)
-    copying = Copying(copied)
+    copying, reading = Copying(copied), Reading(copied)
     arms = {
         "full": Decoding(lm, None, batch=batch, slots=slots, steps=steps),
         "bare": Decoding(lm, None, batch=batch, slots=kept + steps, steps=steps),
@@ -146,7 +148,7 @@ def decode(
     }
     for every in overheads:
         arms[f"every{every}"] = Decoding(lm, trained, batch=batch, slots=slots, steps=steps, every=every)
-    seconds = interleaved({"copy": copying, **arms}, repeats)
+    seconds = interleaved({"copy": copying, "read": reading, **arms}, repeats)
     step = {name: value / steps for name, value in seconds.items()}
     whole, quarter = (step_bytes(lm, batch, n) for n in (slots, kept))
     label = f"decode.b{batch}.s{slots}" + (".bf16" if lm.config.dtype == "bfloat16" else "")
@@ -158,6 +160,7 @@ def decode(
         f"{label}.speedup_bytes_limit": whole / quarter,
         f"{label}.speedup_share": step["full"] / step["quarter"] * quarter / whole,
         f"{label}.bandwidth_fraction": whole / step["full"] / copying.rate(seconds["copy"]),
+        f"{label}.read_fraction": whole / step["full"] / reading.rate(seconds["read"]),
     }
     for every in overheads:
         numbers[f"policy.b{batch}.s{slots}.every{every}.overhead_fraction"] = step[f"every{every}"] / step["full"] - 1.0

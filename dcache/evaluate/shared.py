@@ -219,7 +219,8 @@ def _student(
     layers = kv.grow(cache, slots + room - kv.positions(cache).shape[-1]).layers
     layers = dataclasses.replace(
         layers, k=jnp.roll(layers.k, room, axis=-2), v=jnp.roll(layers.v, room, axis=-2),
-        position=jnp.roll(layers.position, room, axis=-1), value_norm=jnp.roll(layers.value_norm, room, axis=-1),
+        position=jnp.roll(layers.position, room, axis=-1), key_norm=jnp.roll(layers.key_norm, room, axis=-1),
+        value_norm=jnp.roll(layers.value_norm, room, axis=-1),
     )  # fmt: skip
     return jnp.argmax(model.unembed(params, hidden, config), axis=-1).astype(jnp.int32), layers
 

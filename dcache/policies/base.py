@@ -339,9 +339,7 @@ def per_kv_head(x: Array, cache: kv.Cache) -> Array:
 
 def statistics(cache: kv.Cache, read: Callable[[Stats], Array]) -> Array:
     """One attention statistic of all layers, for instance `lambda stats: stats.mass`: f32[L, B, N, S]."""
-    if isinstance(cache.layers, tuple):
-        return jnp.stack([read(layer.stats) for layer in cache.layers])
-    return read(cache.layers.stats)
+    return kv.by_layer(cache, lambda layer: read(layer.stats))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -74,7 +74,9 @@ class ExpectedAttention(Policy):
         grouped = jnp.where(counted[:, :, :, None], expected.reshape(l, b, heads, n // heads, s), -jnp.inf)
         # With nothing but sinks in the cache every logit is -inf: any scores will do.
         attention = jnp.mean(jnp.nan_to_num(jax.nn.softmax(grouped, axis=-1)), axis=3)
-        return (attention + self.epsilon) * _value_norms(cache) if self.value_norm else attention
+        if not self.value_norm:
+            return attention
+        return (attention + self.epsilon) * kv.by_layer(cache, lambda layer: layer.value_norm)
 
     def _moments(self, cache: kv.Cache) -> tuple[Array, Array]:
         """Mean f32[L, B, N, H] and covariance f32[L, B, N, H, H] of the rotated future queries."""
@@ -105,10 +107,3 @@ class ExpectedAttention(Policy):
         """The sinks."""
         del budget
         return self.sinks
-
-
-def _value_norms(cache: kv.Cache) -> Array:
-    """f32[L, B, K, S]."""
-    if isinstance(cache.layers, tuple):
-        return jnp.stack([layer.value_norm for layer in cache.layers])
-    return cache.layers.value_norm

@@ -2,9 +2,8 @@
 
 import dataclasses
 
-import jax.numpy as jnp
-
-from dcache.policies.base import Policy, per_token
+from dcache import cache as kv
+from dcache.policies.base import Policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,4 +21,4 @@ class KNorm(Policy):
     def scores(self, params, cache, key):
         """Minus the norm of the key."""
         del params, key
-        return per_token(cache, lambda k, v: -jnp.linalg.norm(k.astype(jnp.float32), axis=-1))
+        return -kv.by_layer(cache, lambda layer: layer.key_norm)

@@ -142,8 +142,8 @@ def test_snapkv_pools_before_the_mean_over_heads():
     # One key/value head with two query heads whose maxima lie apart: pooling the mean would give another result.
     window = jnp.asarray([[[[4.0, 0, 0, 0, 2, 0, 0, 9]], [[0.0, 0, 0, 0, 0, 6, 0, 9]]]]).reshape(1, 1, 2, 8)
     position = jnp.arange(8, dtype=jnp.int32)[None, None, None]
-    layer = kv.LayerCache(jnp.zeros((1, 1, 1, 8, 2)), jnp.zeros((1, 1, 1, 8, 2)), position, jnp.ones((1, 1, 1, 8)),
-                          Stats(windows={1: window}))  # fmt: skip
+    keys, norms = jnp.zeros((1, 1, 1, 8, 2)), jnp.ones((1, 1, 1, 8))
+    layer = kv.LayerCache(keys, keys, position, norms, norms, Stats(windows={1: window}))
     cache = kv.Cache(layer, None, jnp.asarray([8], jnp.int32))
     got = make("snapkv", window=1, kernel=3).scores((), cache, KEY)
     np.testing.assert_allclose(got[0, 0, 0], [2, 2, 0, 1, 4, 4, 3, 0])
