@@ -12,6 +12,7 @@ Nothing else should be running.
 
 import contextlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,11 @@ def main(argv: list[str]) -> None:
             models, trained, _SUITE.value, sizes, _REPEATS.value, _POLICY.value, peer
         ).items():
             print(f"{name} ...", flush=True)
+            began = time.perf_counter()
             measured = part()
             for key, value in measured.items():
                 print(f"  {key:<44} {value:,.4g}", flush=True)
+            print(f"  ({time.perf_counter() - began:.0f} s)", flush=True)
             numbers |= measured
     numbers |= suite.summary(numbers)
     table = suite.table(numbers)
