@@ -1,6 +1,6 @@
 """Measures what training, decoding and eviction cost: `python launch/bench.py`.
 
-    --suite=all       or quick: decoding with 2,000-token caches, prefill and rollout, in about three minutes
+    --suite=all       or quick: decoding with 2,000-token caches, prefill and rollout in float32, in three minutes
     --model=smollm2   which model       --policy=distillcache   name or folder of a trained policy
     --out=bench.json  where the numbers go besides the terminal; a table (.md) and a picture (.png) lie beside it
     --latency=h2o,...  with the suite "all": policies ([LABEL=]NAME or FOLDER) whose time per component is measured at 25%;
@@ -47,7 +47,8 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"Unknown argument {argv[1]!r}; options begin with --, see --help.")
     common.use_compilation_cache()
     trained = dcache.resolve(_POLICY.value)
-    models = {dtype: dcache.load(_MODEL.value, dtype) for dtype in ("float32", "bfloat16")}
+    dtypes = ("float32",) if _SUITE.value == "quick" else ("float32", "bfloat16")
+    models = {dtype: dcache.load(_MODEL.value, dtype) for dtype in dtypes}
     sizes = suite.QUICK if _SUITE.value == "quick" else suite.ALL
     chosen = labelled(_LATENCY.value) if _SUITE.value == "all" else {}
     methods = {label: dcache.resolve(str(place)) for label, place in chosen.items()}

@@ -198,7 +198,7 @@ def test_suites(tiny, trained):
         for kind, sizes in (("quick", suite.QUICK), ("all", suite.ALL))
     }
     assert set(names["quick"]) < set(names["all"]) and not any("8000" in name for name in names["quick"])
-    assert "decoding, batch 8, 8000 slots, bfloat16" in names["all"] and "training step" in names["all"]
+    assert {"decoding, batch 8, 8000 slots, bfloat16", "training step", "first token"} <= set(names["all"])
     with peers.Peer([sys.executable, "-c", PEER, os.devnull]) as peer:
         more = set(suite.parts({"float32": tiny}, trained, "all", suite.ALL, 1, "distillcache", peer)) - set(
             names["all"]
@@ -221,11 +221,9 @@ def test_the_command(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     numbers = json.loads((tmp_path / "b.json").read_text())
     for batch in (1, 8):
-        for dtype in ("", ".bf16"):
-            for what in ("speedup_25", "speedup_bytes_limit", "bandwidth_fraction"):
-                assert numbers[f"decode.b{batch}.s2000{dtype}.{what}"] > 0
+        for what in ("speedup_25", "speedup_bytes_limit", "bandwidth_fraction"):
+            assert numbers[f"decode.b{batch}.s2000.{what}"] > 0
     assert {"policy.overhead_fraction.every1", "policy.overhead_fraction.every16", "prefill.signals_ratio", "rollout.ratio",
-            "first_token.s1000.cold_seconds", "first_token.s1000.restarted_seconds", "first_token.s1000.warm_seconds",
             "machine.copy_bandwidth", "machine.matrix_rate", "decode.b1.bandwidth_fraction"} <= numbers.keys()  # fmt: skip
     assert "| rollout.ratio |" in (tmp_path / "b.md").read_text() and (tmp_path / "b.png").is_file()
 

@@ -123,7 +123,7 @@ def step_bytes(lm: LanguageModel, batch: int, slots: int) -> int:
 
 def decode(
     lm: LanguageModel, trained: Trained, *, batch: int, slots: int, overheads: Sequence[int] = (), steps: int = 16,
-    repeats: int = 5, copied: int = 2**30,
+    repeats: int = 5, copied: int = 2**30, bare: bool = True,
 ) -> Numbers:  # fmt: skip
     """Decoding with full caches of `slots` slots, with a quarter of them, and what they allow.
 
@@ -131,7 +131,7 @@ def decode(
 
       step_seconds, quarter_step_seconds: of one token of each sequence. The quarter evicts every `steps` tokens with the
         policy, and has `steps` slots for the tokens between.
-      speedup_25: the first over the second. speedup_25_bare: the same without policy and statistics.
+      speedup_25: the first over the second. speedup_25_bare: the same without policy and statistics (if `bare`).
       speedup_bytes_limit: weights and full caches over weights and a quarter of the caches. speedup_share: of that limit.
       bandwidth_fraction: bytes of weights and full caches over time, over the bandwidth of copying measured in between.
       read_fraction: the same over the bandwidth of reading, since a step writes next to nothing.
@@ -143,9 +143,10 @@ def decode(
     copying, reading = Copying(copied), Reading(copied)
     arms = {
         "full": Decoding(lm, None, batch=batch, slots=slots, steps=steps),
-        "bare": Decoding(lm, None, batch=batch, slots=kept + steps, steps=steps),
         "quarter": Decoding(lm, trained, batch=batch, slots=kept + steps, steps=steps, every=steps),
     }
+    if bare:
+        arms["bare"] = Decoding(lm, None, batch=batch, slots=kept + steps, steps=steps)
     for every in overheads:
         arms[f"every{every}"] = Decoding(lm, trained, batch=batch, slots=slots, steps=steps, every=every)
     seconds = interleaved({"copy": copying, "read": reading, **arms}, repeats)
@@ -156,12 +157,13 @@ def decode(
         f"{label}.step_seconds": step["full"],
         f"{label}.quarter_step_seconds": step["quarter"],
         f"{label}.speedup_25": step["full"] / step["quarter"],
-        f"{label}.speedup_25_bare": step["full"] / step["bare"],
         f"{label}.speedup_bytes_limit": whole / quarter,
         f"{label}.speedup_share": step["full"] / step["quarter"] * quarter / whole,
         f"{label}.bandwidth_fraction": whole / step["full"] / copying.rate(seconds["copy"]),
         f"{label}.read_fraction": whole / step["full"] / reading.rate(seconds["read"]),
     }
+    if bare:
+        numbers[f"{label}.speedup_25_bare"] = step["full"] / step["bare"]
     for every in overheads:
         numbers[f"policy.b{batch}.s{slots}.every{every}.overhead_fraction"] = step[f"every{every}"] / step["full"] - 1.0
     return numbers

@@ -38,7 +38,7 @@ class Sizes:
     copied: int = 2**30
 
 
-QUICK = Sizes(slots=(2000,), prompt=1000)
+QUICK = Sizes(slots=(2000,), prompt=512)
 ALL = Sizes()
 
 
@@ -51,7 +51,8 @@ def parts(
     Args:
       models: the same one by its dtype, float32 first. trained: the policy that evicts.
       policy: name or folder of that policy, for processes that load it themselves.
-      suite: "quick", or "all": with larger caches, training, and long prompts.
+      suite: "quick", or "all": with larger caches, a decode step without statistics, the first token, training, and long
+        prompts.
       peer: transformers and kvpress, to be measured beside dcache in float32, or None.
     """
     lm = models["float32"]
@@ -59,8 +60,9 @@ def parts(
     def decoding(dtype: str, batch: int, slots: int) -> Callable[[], Numbers]:
         overheads = (1, 16) if dtype == "float32" and slots == sizes.slots[0] else ()
         return lambda: decode(
-            models[dtype], trained, batch=batch, slots=slots, overheads=overheads, repeats=repeats, copied=sizes.copied
-        )
+            models[dtype], trained, batch=batch, slots=slots, overheads=overheads, repeats=repeats, copied=sizes.copied,
+            bare=suite == "all",
+        )  # fmt: skip
 
     found: Parts = {"machine": lambda: machine(repeats, sizes.matrix, sizes.copied)}
     for slots in sizes.slots:
@@ -68,9 +70,9 @@ def parts(
             for batch in sizes.batches:
                 found[f"decoding, batch {batch}, {slots} slots, {dtype}"] = decoding(dtype, batch, slots)
     found["prefill signals"] = lambda: prefill_signals(lm, sizes.prompt, repeats)
-    found["first token"] = lambda: first_token(lm.name, policy, prompt=sizes.prompt)
     found["rollout"] = lambda: rollout_cost(lm, trained, prompt=sizes.training_prompt, repeats=repeats)
     if suite == "all":
+        found["first token"] = lambda: first_token(lm.name, policy, prompt=sizes.prompt)
         found["training step"] = lambda: training_step(lm, trained, prompt=sizes.training_prompt, repeats=repeats)
         found["prefill memory"] = lambda: prefill_memory(lm, sizes.long_prompt)
         found["generation"] = lambda: generation_bytes(lm, trained, sizes.long_prompt)
